@@ -202,8 +202,10 @@ def update_and_save(run: TrainingRun, iteration: Iteration, clock: Stopwatch) ->
     if not run.has_updated:
         run.start.mark("samples and scores" if run.is_online else "pairs")
     with run.online.rollout.asleep(clock, with_policy=False) if run.is_online else nullcontext():
-        asked = run.trainer, batches, advantages, correction, iteration.old
-        old = None if correction.bypass_mode else old_log_prob(clock, *asked)
+        old = None
+        if not correction.bypass_mode:
+            old = old_log_prob(clock, run.trainer, batches, advantages, correction, iteration.old)
+            iteration.old = None  # the record, which may be written for longer, needs none of it
         with profiled(run.actor_groups(), "trainer", settings.profile, iteration.number, run.tracker, clock):
             run.take_update(iteration.number, update(clock, run.trainer, batches, advantages, old))
     if not run.has_updated:

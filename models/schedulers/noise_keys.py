@@ -59,13 +59,18 @@ def generators(keys: Sequence[NoiseKey], step: int) -> list[torch.Generator]:
 
 def draw(keys: Sequence[NoiseKey], step: int, shape: Sequence[int], device: torch.device | str) -> torch.Tensor:
     """Unit Gaussian noise [len(keys), *shape], fp32, one named draw a key: independent, and equal for equal keys."""
-    place = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    rows = torch.empty(len(place), *shape)
-    for row, generator in zip(rows, generators([*place], step), strict=True):
+    own, place = distinct(keys)
+    rows = torch.empty(len(own), *shape)
+    for row, generator in zip(rows, generators(own, step), strict=True):
         torch.randn(tuple(shape), generator=generator, out=row)
-    if len(place) < len(keys):  # the samples of a prompt share theirs
-        rows = rows[torch.tensor([place[key] for key in keys])]
-    return copy_without_waiting(rows, device)
+    return copy_without_waiting(rows if place is None else rows[place], device)
+
+
+def distinct(keys: Sequence[NoiseKey]) -> tuple[list[NoiseKey], torch.Tensor | None]:
+    """Each key once, and for each of `keys` which of these it is, [n]; None where none is there twice, as where the
+    samples of a prompt share theirs."""
+    place = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return [*place], torch.tensor([place[key] for key in keys]) if len(place) < len(keys) else None
 
 
 def copy_without_waiting(rows: torch.Tensor, device: torch.device | str) -> torch.Tensor:

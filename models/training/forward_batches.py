@@ -13,7 +13,7 @@ from models.algorithms.losses import EMA_VELOCITY, OLD_VELOCITY, REF_VELOCITY, V
 from models.algorithms.old_policy import is_copied
 from models.samples.trajectories import FinishedLatents
 from models.training.micro_batches import ActorBatch, micro_batches_of
-from models.training.noised import NoisedLatents, noise_latents
+from models.training.noised import NoisedLatents, advantages_of, noise_latents
 from models.training.policy import PolicyForward
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def noised_batch(
         sizes = piece_sizes(2 * len(groups) if engine.loss_fn.paired else len(finished), size, unit)
         parts = [_filled(part, min(found for found in sizes if found >= len(part)), unit) for part in parts]
     together, schedule = engine.actor_config.levels_per_pass, engine.scheduler.sigmas
-    rows = [_advantages(part).repeat(together) for part in parts]
+    rows = [advantages_of(part).repeat(together) for part in parts]
     levels = config.levels_per_sample(len(schedule) - 1)
     if levels * sum(part.latents.nbytes for part in parts) <= KEPT_ON_DEVICE:
         parts = [part.to(engine.device, waiting=False) for part in parts]
@@ -83,13 +83,7 @@ def _filled(part: FinishedLatents, count: int, unit: int) -> FinishedLatents:
     """`part`, and its first samples again without an advantage until they are `count`."""
     again = torch.arange(count - len(part)) % unit
     rows = part.rows(torch.cat([torch.arange(len(part)), again]))
-    return replace(rows, advantages=torch.cat([_advantages(part), torch.full(again.shape, torch.nan)]))
-
-
-def _advantages(chosen: FinishedLatents) -> Tensor:
-    """[B], which the loss has left with the samples that it chose."""
-    assert chosen.advantages is not None, "the loss's prepare_actor_batch leaves the advantages with the samples"
-    return chosen.advantages
+    return replace(rows, advantages=torch.cat([advantages_of(part), torch.full(again.shape, torch.nan)]))
 
 
 def _compared(

@@ -42,10 +42,11 @@ class ActorBatch(Generic[S]):
         padded and blocked differently, and would not replay its log-probs to the last bit."""
         pieces: list[tuple[S, Tensor]] = []
         for samples, advantages in self.parts:
-            whole = len(samples) <= size  # to copy it would take as long as to send it to the GPU
-            for index in () if whole else torch.arange(len(samples)).split(size):
+            if len(samples) <= size:  # to copy it would take as long as to send it to the GPU
+                pieces.append((samples, advantages))
+                continue
+            for index in torch.arange(len(samples)).split(size):
                 pieces.append((samples.rows(index), advantages[index]))
-            pieces += [(samples, advantages)] if whole else []
         return ActorBatch(pieces, self.global_count)
 
     @property

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from models.algorithms.losses import EMA_VELOCITY, OLD_VELOCITY, REF_VELOCITY, TEACHER_VELOCITY
 from models.samples.trajectories import FinishedLatents, Samples
-from models.schedulers.noise_keys import FORWARD_LEVELS, FORWARD_NOISE, NoiseKey, copy_without_waiting, draw, generators
+from models.schedulers.noise_keys import (
+    FORWARD_LEVELS,
+    FORWARD_NOISE,
+    NoiseKey,
+    copy_without_waiting,
+    distinct,
+    draw,
+    generators,
+)
 
 if TYPE_CHECKING:
     from models.config.actor import ForwardProcessConfig
@@ -84,25 +92,31 @@ def noise_latents(
         config: which levels and how many.
         paired: are rows 2i and 2i+1 a pair?
     """
-    assert samples.advantages is not None, "the loss's prepare_actor_batch leaves the advantages with the samples"
     keys = [samples.keys[i - i % 2] for i in range(len(samples))] if paired else list(samples.keys)
     if config.share_noise_in_group:
         keys = [key.of_group() for key in keys]
     count, device = config.levels_per_sample(len(schedule) - 1), samples.latents.device
-    place = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    drawn, row = [*place], torch.tensor([place[key] for key in keys])
-    noise = [draw(drawn, FORWARD_NOISE - level, samples.latents.shape[1:], "cpu") for level in range(count)]
-    once = torch.stack(noise, 1), _levels(drawn, count, schedule.cpu(), config)
-    noise_of_each, sigmas = (copy_without_waiting(tensor, device)[row.to(device)] for tensor in once)
+    own, place = distinct(keys)
+    of_levels = [draw(own, FORWARD_NOISE - level, samples.latents.shape[1:], "cpu") for level in range(count)]
+    once = torch.stack(of_levels, 1), _levels(own, count, schedule.cpu(), config)
+    noise, sigmas = (copy_without_waiting(tensor, device) for tensor in once)
+    if place is not None:
+        noise, sigmas = noise[place.to(device)], sigmas[place.to(device)]
     return NoisedLatents(
         keys=samples.keys,
         prompts=samples.prompts,
         prompt_index=samples.prompt_index,
         latents=samples.latents,
-        advantages=samples.advantages,
-        noise=noise_of_each,
+        advantages=advantages_of(samples),
+        noise=noise,
         sigmas=sigmas,
     )
+
+
+def advantages_of(chosen: FinishedLatents) -> Tensor:
+    """[B], which the loss has left with the samples that it chose."""
+    assert chosen.advantages is not None, "the loss's prepare_actor_batch leaves the advantages with the samples"
+    return chosen.advantages
 
 
 def _levels(keys: list[NoiseKey], count: int, schedule: Tensor, config: "ForwardProcessConfig") -> Tensor:

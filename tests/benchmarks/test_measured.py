@@ -108,19 +108,26 @@ def test_the_words_on_four_gpus_take_what_the_page_says(run: str, said: str) -> 
 
 def test_the_quickstarts_command_read_what_the_page_says() -> None:
     page = (ROOT / "docs" / "words.md").read_text()
-    lines = rows_in(MEASURED / "words_command_h200.jsonl")
-    readings = {line["iteration"]: line["held_out"] for line in lines if line["held_out"] is not None}
+    seconds, readings = of_command("words_command_h200")
     assert [*readings] == [0, 10, 20, load_recipe("words").trainer.total_training_steps]
-    before, *later, last = (f"{value:.3f}".removeprefix("0") for value in readings.values())
+    before, *later, last = readings.values()
     (said,) = [line for line in page.splitlines() if line.startswith("**As one command on an H200**")]
     assert f"{before} -> {', '.join(later)} and **{last}** after" in said
-    assert f"{median(line['seconds'] for line in lines[1:]):.1f} s an iteration (median): rollout" in page
+    assert f"{seconds} s an iteration (median): rollout" in page
     page = (ROOT / "docs" / "words-tried.md").read_text()
-    lines = rows_in(MEASURED / "words_command_before_h200.jsonl")
-    readings = {line["iteration"]: line["held_out"] for line in lines if line["held_out"] is not None}
-    before, *later, last = (f"{value:.3f}".removeprefix("0") for value in readings.values())
-    assert f"{median(line['seconds'] for line in lines[1:]):.1f} s an iteration, and read" in page
+    seconds, readings = of_command("words_command_before_h200")
+    assert [*readings] == [0, 10, 20, 30, 40]
+    before, *later, last = readings.values()
+    assert f"{seconds} s an iteration, and read" in page
     assert f"{before} -> {', '.join(later)} and {last}:" in page
+
+
+def of_command(log: str) -> tuple[str, dict[int, str]]:
+    """Median seconds of an iteration, and the held-out readings by iteration, as a page has them."""
+    lines = rows_in(MEASURED / f"{log}.jsonl")
+    readings = {line["iteration"]: line["held_out"] for line in lines if line["held_out"] is not None}
+    said = {iteration: f"{value:.3f}".removeprefix("0") for iteration, value in readings.items()}
+    return f"{median(line['seconds'] for line in lines[1:]):.1f}", said
 
 
 def test_the_command_went_the_way_of_the_recipes_first_seed() -> None:
@@ -159,30 +166,31 @@ def test_what_is_read_on_the_gpu_takes_what_the_page_says() -> None:
 
 def test_held_rows_make_what_the_page_says() -> None:
     lines = [line for line in rows_in(MEASURED / "iteration_float8.jsonl") if line.get("model") == "sd3.5-medium"]
-    page = (ROOT / "benchmarks" / "RESULTS.md").read_text()
     for rows, said in (("looped over", "looped over"), ("rows held", "held")):
         for line in [line for line in lines if line.get("rows") == rows][-2:]:
-            kl = f"{line['kl']:g}".removeprefix("0") or "0"
-            (row,) = re.findall(rf"^\| {kl} \| {said} \|(.*)\|$", page, re.MULTILINE)
-            seconds = [f"{line[name]:.2f}".removeprefix("0") for name in ("rollout_s", "update_s", "sync_s")]
-            assert [cell.strip(" *") for cell in row.split("|")][:4] == [*seconds, f"{line['images/s']:.2f}"]
-            assert line["logprob_abs_diff/max"] == 0
+            check_iteration(line, said)
+
+
+def check_iteration(line: dict[str, Any], *version: str) -> list[str]:
+    """That the page's row of the line's KL and this version has its numbers, without a difference of log-probs; the
+    cells after the pictures a second."""
+    kl = f"{line['kl']:g}".removeprefix("0") or "0"
+    page, begin = (ROOT / "benchmarks" / "RESULTS.md").read_text(), " \\| ".join((kl, *version))
+    (row,) = re.findall(rf"^\| {begin} \|(.*)\|$", page, re.MULTILINE)
+    cells = [cell.strip(" *") for cell in row.split("|")]
+    seconds = [f"{line[name]:.2f}".removeprefix("0") for name in ("rollout_s", "update_s", "sync_s")]
+    assert cells[:4] == [*seconds, f"{line['images/s']:.2f}"]
+    assert line["logprob_abs_diff/max"] == 0
+    return cells[4:]
 
 
 def test_fused_projections_and_larger_passes_make_what_the_page_says() -> None:
     lines = [line for line in rows_in(MEASURED / "iteration_float8.jsonl") if line.get("rows") == "sync on the device"]
-    page = (ROOT / "benchmarks" / "RESULTS.md").read_text()
     assert len(lines) == 5
     for line in lines:
-        kl = f"{line['kl']:g}".removeprefix("0") or "0"
-        projections = "fused" if "fused" in line["variant"] else "apart"
-        (row,) = re.findall(rf"^\| {kl} \| {projections} \| {line['batch']} \|(.*)\|$", page, re.MULTILINE)
-        seconds = [f"{line[name]:.2f}".removeprefix("0") for name in ("rollout_s", "update_s", "sync_s")]
-        cells = [cell.strip(" *") for cell in row.split("|")]
-        assert cells[:4] == [*seconds, f"{line['images/s']:.2f}"]
-        assert float(cells[4]) == pytest.approx(line["grad_norm"], rel=1e-3)
-        assert cells[5] == f"{line['peak GiB']:.1f}"
-        assert line["logprob_abs_diff/max"] == 0
+        norm, peak = check_iteration(line, "fused" if "fused" in line["variant"] else "apart", str(line["batch"]))
+        assert float(norm) == pytest.approx(line["grad_norm"], rel=1e-3)
+        assert peak == f"{line['peak GiB']:.1f}"
 
 
 FLOWS = {
