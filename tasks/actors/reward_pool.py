@@ -133,8 +133,8 @@ class RewardPool:
             share: of each of them, what is scored.
             together: so many batches share the workers.
         """
-        edges, workers = np.cumsum([0, *sizes]), ceil(len(self.group) / together)
-        return PoolScoring(self, edges, call_spans(edges, self.config.batch_size, workers, share))
+        edges = np.cumsum([0, *sizes])
+        return PoolScoring(self, edges, call_spans(edges, self.config.batch_size, len(self.group), share, together))
 
     def call(
         self, worker: int, start: int, first: int, prompts: Sequence[ScoredPrompt], shards: Sequence[Any]
@@ -303,23 +303,45 @@ class PoolScoring:
 
 
 def call_spans(
-    edges: Sequence[int] | np.ndarray, size: int | Literal["auto"] | None, workers: int, share: float = 1.0
+    edges: Sequence[int] | np.ndarray,
+    size: int | Literal["auto"] | None,
+    workers: int,
+    share: float = 1.0,
+    together: int = 1,
 ) -> list[tuple[int, int]]:
     """The samples of each call: the first, and the first that is no longer among them.
 
     Args:
         edges: [batches + 1], where rollout batches begin, and the end of the last one.
         size: `reward.functions.*.batch_size`.
-        workers: of the reward, that a batch has for itself.
+        workers: of the reward, which are called in turn.
         share: of each rollout batch, rounded up; below 1 no call covers two of them.
+        together: so many batches share the workers.
     """
     batches = [(int(start), int(start) + ceil(share * (stop - start))) for start, stop in pairwise(edges)]
-    if share == 1 and isinstance(size, int):
+    if size == "auto":
+        return _even_spans(batches, ceil(workers / together), workers)
+    if share == 1 and size is not None:
         batches = [(int(edges[0]), int(edges[-1]))]
     spans = []
     for start, stop in batches:
-        step = size if isinstance(size, int) else ceil((stop - start) / (1 if size is None else workers))
+        step = size or stop - start
         spans += [(first, min(first + step, stop)) for first in range(start, stop, step)]
+    return spans
+
+
+def _even_spans(batches: Sequence[tuple[int, int]], parts: int, workers: int) -> list[tuple[int, int]]:
+    """Each batch in so many parts that differ by one sample at most. The larger ones are for the workers that had the
+    fewest samples until then: the iteration waits for the one that has the most in all."""
+    spans, had = list[tuple[int, int]](), [0] * workers
+    for start, stop in batches:
+        called = [number % workers for number in range(len(spans), len(spans) + min(parts, stop - start))]
+        least, more = divmod(stop - start, len(called) or 1)
+        larger = sorted(called, key=had.__getitem__)[:more]
+        for worker in called:
+            part = least + (worker in larger)
+            spans.append((start, start + part))
+            start, had[worker] = start + part, had[worker] + part
     return spans
 
 

@@ -17,7 +17,7 @@ from models.schedulers.noise_keys import NoiseKey
 from tasks.actors.cluster import ClusterError, ray_cluster, require_resources
 from tasks.actors.loading import NotLoaded
 from tasks.actors.reward_group import RewardGroup, Scores, wanted_inputs
-from tasks.actors.reward_pool import RewardFailure, told_ends
+from tasks.actors.reward_pool import RewardFailure, call_spans, told_ends
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.worker_forks import IMPORTED
 from tasks.config.reward import RewardConfig
@@ -109,11 +109,26 @@ def test_calls_are_cut_across_rollout_batches_and_change_no_score(cluster: None)
     # By default every worker has its share of every rollout batch.
     shared = scored(config(brightness={"num_workers": 3}), shard=5)
     assert shared.by_reward["brightness"].tolist() == LEVELS
-    assert shared.samples["brightness/batch"].tolist() == [2, 2, 2, 2, 1] * 2 + [1, 1]
+    assert shared.samples["brightness/batch"].tolist() == [2, 2, 2, 2, 1, 2, 2, 1, 2, 2, 1, 1]
     assert (
         scored(config(brightness={"batch_size": None}), shard=5).samples["brightness/batch"].tolist()
         == [5] * 10 + [2] * 2
     )
+
+
+@pytest.mark.parametrize(
+    ("count", "rows", "workers", "most"), [(4, 128, 14, 37), (16, 128, 14, 147), (3, 5, 3, 5), (12, 8, 112, 1)]
+)
+def test_no_worker_has_more_than_its_share_of_an_iteration(count: int, rows: int, workers: int, most: int) -> None:
+    """An iteration waits for the worker that scores the most. Batches that all gave the same ones a sample more, or
+    were cut into equal calls and what is left of them, made it wait longer."""
+    edges = np.arange(count + 1) * rows
+    spans = call_spans(edges, "auto", workers)
+    assert [first for first, _ in spans[1:]] == [end for _, end in spans[:-1]]
+    assert (spans[0][0], spans[-1][1]) == (0, count * rows)
+    assert {*edges.tolist()} <= {first for first, _ in spans} | {count * rows}, "a call covers no two batches"
+    had = [sum(end - first for first, end in spans[worker::workers]) for worker in range(workers)]
+    assert max(had) == most == -(-count * rows // workers)
 
 
 @pytest.mark.parametrize(
