@@ -34,7 +34,8 @@ FEWER = [
         (["words_algorithms"], words_algorithms.table, "words", None),
         (["words_algorithms_h200", "words_algorithms_h200_rest"], words_algorithms.table, "words", TEN),
         (["words_algorithms_h200"], words_algorithms.table, "algorithms", FEWER),
-        (["time_to_reward"], time_to_reward.table, "words", None),
+        (["time_to_reward_h200"], time_to_reward.table, "words", None),
+        (["time_to_reward"], time_to_reward.table, "words-tried", None),
     ],
 )
 def test_a_page_has_the_table_of_its_logs(
