@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from importlib.util import find_spec
+from pathlib import Path
 from types import FunctionType, MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -89,6 +90,16 @@ class Reward(ABC):
             pixels: of the picture.
         """
         return None
+
+    @classmethod
+    def gpu_models(cls, options: Mapping[str, Any]) -> tuple[list[Path], str]:
+        """Folders of the models that a worker holds on its GPU, and their number format, as far as that is known before
+        they are loaded; none where it computes on a CPU.
+
+        Args:
+            options: what the config gives; defaults are not among them.
+        """
+        return [], ""
 
     @classmethod
     def asks_reward_model(cls, options: Mapping[str, Any]) -> bool:

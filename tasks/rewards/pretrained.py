@@ -116,6 +116,15 @@ class PretrainedReward(Reward):
                 f"as {field}, 40 hex digits, or a local folder as {source}"
             )
 
+    @classmethod
+    def gpu_models(cls, options: Mapping[str, Any]) -> tuple[list[Path], str]:
+        """Those that are in folders; what the hub has is not known. See `Reward`."""
+        given = {name: options.get(name, _default(cls, name)) for name in ("device", "dtype", *cls.revisions)}
+        if not str(given["device"]).startswith("cuda"):
+            return [], ""
+        named = [Path(given[source]) for source in cls.revisions if source != "processor" and given[source]]
+        return [folder for folder in named if folder.is_dir()], str(given["dtype"])
+
     def pixels(self, images: np.ndarray | Sequence[np.ndarray]) -> "Tensor":
         """Images [B, H, W, 3], or B of any sizes, as the model's `pixel_values` [B, 3, h, w]."""
         values = self.processor(images=list(images), return_tensors="pt")["pixel_values"]

@@ -2,9 +2,11 @@
 """What a run's model costs and its GPUs hold, and whether its checkpoints fit the disk: known before anything loads."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from math import ceil, prod
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,15 +27,20 @@ from models.cost.meta_pass import PassCost, decoding_bytes, pass_cost
 from models.errors import DoubleflowError
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.families.latents import transformer_config
+from models.weights.stored import read_shapes
+from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
 from tasks.data.digests import stored_parameters
 from tasks.data.embeddings import Embeddings
 from tasks.records.run_store import CHECKPOINTS
+from tasks.rewards import Reward, check_reward
 from tasks.run.update_passes import passes_of_a_step
 from tasks.system.files import bytes_on_disk, free_on_disk
 
 log = logging.getLogger(__name__)
-TEXT_ENCODERS, ENCODERS = ("text_encoder*",), "text encoders"
+TEXT_ENCODERS, ENCODERS, REWARDS = ("text_encoder*",), "text encoders", "rewards"
+REWARD_PROCESS = 0.5 * GIB
+"""Of a GPU, for each reward worker that computes on it: what CUDA keeps of a process that has no weights yet."""
 
 
 class DoesNotFit(DoubleflowError, ValueError):
@@ -77,6 +84,7 @@ class Needs(NamedTuple):
     Attributes:
         model: of which that was counted.
         encoders: bytes of the run's text encoders on the first rank's GPU, where they are colocated with it.
+        rewards: bytes of the rewards that are colocated with the ranks, on the GPU that has the most of them.
         kept: so many times what passes in the rollout worker its process keeps on a GPU.
     """
 
@@ -84,13 +92,17 @@ class Needs(NamedTuple):
     rollout: Need | None
     model: Model
     encoders: float = 0.0
+    rewards: float = 0.0
     kept: float = KEPT_BY_A_SAMPLER
 
-    def beside_encoders(self, config: TrainConfig) -> "Needs":
-        """The same, where the text encoders stay on the GPU while others compute there."""
-        if not self.encoders or config.data.text_encoder.sleeps:
-            return self
-        return self._replace(update=self.update.with_resident(ENCODERS, self.encoders))
+    def beside_others(self, config: TrainConfig) -> "Needs":
+        """The same, with what stays on the GPU while trainer or rollout compute there: rewards, and text encoders that
+        do not sleep."""
+        awake = 0.0 if config.data.text_encoder.sleeps else self.encoders
+        update = self.update
+        for name, size in ((ENCODERS, awake), (REWARDS, self.rewards)):
+            update = update.with_resident(name, size) if size else update
+        return self._replace(update=update)
 
 
 def check_disk(config: TrainConfig, cost: PassCost) -> None:
@@ -116,7 +128,7 @@ def checkpoint_bytes(config: TrainConfig, cost: PassCost) -> int:
 def needs(
     config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost, samples: bool | None = None
 ) -> Needs:
-    """What one trainer rank, one rollout worker, and text encoders that share their GPU need of it.
+    """What one trainer rank, one rollout worker, and text encoders and rewards that share their GPU need of it.
 
     Args:
         samples: is there a rollout? None: as training has it; a measurement starts one for an offline recipe, too.
@@ -125,13 +137,37 @@ def needs(
     rollout = _rollout(config, model_config, cost) if there else None
     kept = kept_by_a_sampler(model_config, config.actor_rollout_ref.rollout.name)
     model = Model(model_config, cost)
-    return Needs(update_of_rank(config, model), rollout, model, colocated_encoders(config), kept)
+    beside = colocated_encoders(config), colocated_rewards(config)
+    return Needs(update_of_rank(config, model), rollout, model, *beside, kept)
 
 
 def colocated_encoders(config: TrainConfig) -> float:
     """Bytes of the weights of the run's text encoders on the first rank's GPU; 0 without such."""
     encoder = config.data.encoders
     return 0.0 if encoder is None or not encoder.is_colocated else encoder_bytes(config)
+
+
+def colocated_rewards(config: TrainConfig) -> float:
+    """Bytes of the rewards on the first rank's GPU, which has the most of them: their processes, and their weights as
+    far as they are known; 0 without such. Raises ConfigError where a file of weights is not whole."""
+    total, ranks = 0.0, config.trainer.world_size
+    for label, (name, entry) in config.reward.named().items():
+        if config.trainer.device == "cuda" and entry.is_colocated:
+            each = REWARD_PROCESS + _weights_of_reward(label, check_reward(name, **entry.options), entry.options)
+            total += ceil(entry.num_workers / ranks) * each
+    return total
+
+
+def _weights_of_reward(label: str, found: type[Reward] | FunctionType, options: Mapping[str, Any]) -> float:
+    if not isinstance(found, type):
+        return 0.0  # a function does not say
+    folders, dtype = found.gpu_models(options)
+    try:
+        shapes = [read_shapes(at, "model", f"reward.functions.{label}: a model is {at}", False) for at in folders]
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+    numbers = sum(prod(shape) for of_model in shapes for shape in of_model.values())
+    return float(numbers * getattr(torch, dtype).itemsize) if numbers else 0.0
 
 
 def encoder_bytes(config: TrainConfig) -> float:

@@ -173,7 +173,7 @@ def _must_sleep(config: TrainConfig, model_config: DiffusionModelConfig, measure
     if not config.shares_gpus:
         return False, "trainer and rollout share no GPU"
     room = _room(config, SLEEP)
-    update, rollout, *_ = room.widened(_needs(config, model_config, measure, SLEEP)).beside_encoders(config)
+    update, rollout, *_ = room.widened(_needs(config, model_config, measure, SLEEP)).beside_others(config)
     both = update.gib + (0.0 if rollout is None else rollout.gib)
     sleeps = both > room.usable
     fit = "do not fit" if sleeps else "fit"
@@ -226,6 +226,7 @@ class Room:
         workers = samplers_on_a_gpu(config) if self.device == "cuda" else -(-settings.num_actors // trainer.nnodes)
         both = trainer.n_gpus_per_node * update.gib if trains else 0.0
         both += 0.0 if rollout is None else workers * rollout.gib
+        both += needed.rewards / GIB if config.shares_gpus else 0.0
         where = "on each GPU" if self.device == "cuda" else "on each machine"
         if both <= self.usable:
             return None

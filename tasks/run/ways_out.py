@@ -30,7 +30,8 @@ def ways_out(config: TrainConfig, needed: Needs, there: float) -> str:
     """
     room = _Room(config, needed, there)
     settings, refused = room.settings()
-    ways, more = [*room.fewer_activations(needed.update), *settings, *room.other_weights()], room.more_gpus()
+    ways = [*room.rewards_elsewhere(), *room.fewer_activations(needed.update), *settings, *room.other_weights()]
+    more = room.more_gpus()
     why = "" if settings or refused is None else f"; {refused}"
     if ways:
         return ", or ".join([*ways, *([more] if more else [])]) + why
@@ -72,6 +73,13 @@ class _Room:
         if not actor.fsdp_config.gradient_checkpointing:
             ways.append(f"set {FSDP}.gradient_checkpointing to true")
         return ways
+
+    def rewards_elsewhere(self) -> list[str]:
+        """That, where it suffices."""
+        rest = self.needed.update.gib - self.needed.rewards / GIB
+        entries = self.config.reward.functions.items()
+        placed = [f"reward.functions.{label}.placement" for label, entry in entries if entry.is_colocated]
+        return [f"set {' and '.join(placed)} to separate"] if placed and rest <= self.there else []
 
     def settings(self) -> tuple[list[str], str | None]:
         """(the fewest settings of the trainer that suffice, a text for each choice of so many; why the machine has no
@@ -157,9 +165,9 @@ class _Room:
         return self.config.settled({"actor_rollout_ref": {"actor": {"fsdp_config": dict.fromkeys(chosen, True)}}})
 
     def _update(self, config: TrainConfig, model: Model | None = None, ranks: int | None = None) -> Need:
-        """What it holds with that config, text encoders that stay beside it included."""
+        """What it holds with that config, text encoders and rewards that stay beside it included."""
         update = update_of_rank(config, model or self.needed.model, ranks)
-        return self.needed._replace(update=update).beside_encoders(config).update
+        return self.needed._replace(update=update).beside_others(config).update
 
     def _beyond_host(self, config: TrainConfig) -> str | None:
         return beyond_memory(config, self.needed._replace(update=self._update(config)), self.there)

@@ -177,6 +177,10 @@ def test_the_rollout_sleeps_where_both_do_not_fit(found: Callable[..., Settled],
     assert settled.config.actor_rollout_ref.rollout.sleeps == sleeps
     assert "update and rollout together take 28.0 GiB" in settled.said[SLEEP]
     assert found(config, trains=False).config.actor_rollout_ref.rollout.sleeps is False
+    reads_there = {"brightness": {"placement": "colocated", "num_workers": 3}}
+    beside_readers = found(config.with_changes({"reward": {"functions": reads_there}}))
+    assert beside_readers.config.actor_rollout_ref.rollout.sleeps
+    assert "update and rollout together take 29.5 GiB" in beside_readers.said[SLEEP], "each reader has its process"
     on_cpu = config.with_changes({"trainer": {"device": "cpu"}})
     assert found(on_cpu).config.actor_rollout_ref.rollout.sleeps is False
 

@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from models.cost.memory import GIB
 from models.cost.meta_pass import PassCost
+from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
-from tasks.run.capacity import DoesNotFit, Model, needs, update_of_rank
+from tasks.run.capacity import REWARD_PROCESS, DoesNotFit, Model, colocated_rewards, needs, update_of_rank
 from tasks.run.gpu_capacity import check_fits, shortfall
 from tasks.run.host_check import check_host
 from tests.models.cost.test_memory import COST
 from tests.models.cost.test_memory import run_config as separate
 from tests.support.helpers import model_config
+from tests.support.tiny_judges import save_clip
 from tests.tasks.run.test_host_capacity import run_config as colocated
 
 FSDP = "actor.fsdp_config"
@@ -150,6 +153,39 @@ def test_text_encoders_go_to_the_host_only_where_it_has_room(tiny_model: Path) -
         config = separate(tiny_model, host_memory_gib=host).with_changes({"data": data, "actor_rollout_ref": policy})
         needed = needs(config, model_config(tiny_model), COST)._replace(encoders=10.0 * GIB)
         assert said in str(shortfall(config, needed, 3000))
+
+
+def test_rewards_on_the_trainers_gpus_are_counted(tiny_model: Path, tmp_path: Path) -> None:
+    """Of three workers on two ranks' GPUs the first has two, each with its process and its model."""
+    model = save_clip(tmp_path / "clip")
+    options = {"model": str(model), "device": "cuda", "dtype": "bfloat16"}
+    numbers = sum(tensor.numel() for tensor in load_file(model / "model.safetensors").values())
+    base = separate(tiny_model).with_changes({"trainer": {"n_gpus_per_node": 2}})
+
+    def counted(**changes: Any) -> float:
+        entry = {"reward": "clip_score", "placement": "colocated", "num_workers": 3, "options": options} | changes
+        return colocated_rewards(base.with_changes({"reward": {"functions": {"seen": entry}}}))
+
+    assert counted() == 2 * (REWARD_PROCESS + 2 * numbers)
+    assert counted(options=options | {"dtype": "float32"}) == 2 * (REWARD_PROCESS + 4 * numbers)
+    assert counted(num_workers=2) == REWARD_PROCESS + 2 * numbers
+    assert counted(placement="separate", num_gpus=1.0) == 0
+    (model / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ConfigError, match=r"reward\.functions\.seen: a model is .*clip, whose .*cannot be read"):
+        counted()
+
+
+def test_a_reward_that_leaves_the_update_no_room_is_to_go_elsewhere(tiny_model: Path) -> None:
+    """The update has 4340 GiB, and 4000 with LoRA and no activations; each of two readers half of one."""
+    reads = {"brightness": {"placement": "colocated", "num_workers": 2}}
+    config = separate(tiny_model, gpu_memory_gib=4340.5).with_changes({"reward": {"functions": reads}})
+    advised = refusal(config)
+    assert advised.startswith("set reward.functions.brightness.placement to separate, or ")
+    elsewhere = {"reward": {"functions": {"brightness": {"placement": "separate", "num_gpus": 1.0}}}}
+    needed = check_fits(config.with_changes(elsewhere), model_config(tiny_model), COST)
+    assert needed is not None
+    assert needed.rewards == 0
+    assert "placement to separate" not in refusal(config.with_changes({"trainer": {"gpu_memory_gib": 4000}}))
 
 
 def test_a_sleep_that_is_auto_is_counted_where_update_and_rollout_have_no_room_together(tiny_model: Path) -> None:
