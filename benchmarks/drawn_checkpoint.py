@@ -70,6 +70,7 @@ QWEN3_4B = {
     "head_dim": 128,
     "vocab_size": 151936,
     "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
 }
 TEXTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     # model -> component -> class of transformers, its published config
@@ -83,9 +84,11 @@ TEXTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "text_encoder_2": ("T5EncoderModel", T5_XXL),
     },
     "qwen-image": {"text_encoder": ("Qwen2_5_VLForConditionalGeneration", QWEN2_5_VL_7B)},
-    "z-image": {"text_encoder": ("Qwen3Model", QWEN3_4B)},
+    "z-image": {"text_encoder": ("Qwen3ForCausalLM", QWEN3_4B)},
     "wan2.2-ti2v-5b": {"text_encoder": ("UMT5EncoderModel", T5_XXL | {"vocab_size": 256384})},
 }
+CALLED = {"Qwen3ForCausalLM": "Qwen3Model"}
+"""A class of `TEXTS`, whose names the files have -> what model_index.json calls it, where that is another."""
 WAN_VAE = {
     "base_dim": 160,
     "decoder_base_dim": 256,
@@ -184,7 +187,8 @@ def _write(model: str, aside: Path, prompts: list[str], device: str, chosen: tup
         started = time.perf_counter()
         module = drawn(build, torch.bfloat16, device, SEED + number)
         module.save_pretrained(aside / name, max_shard_size="5GB")
-        index[name] = ["transformers" if name.startswith("text") else "diffusers", type(module).__name__]
+        kind = type(module).__name__
+        index[name] = ["transformers" if name.startswith("text") else "diffusers", CALLED.get(kind, kind)]
         del module
         gc.collect()
         seconds[name] = time.perf_counter() - started

@@ -7,7 +7,8 @@ For a Python that has vLLM-Omni (docs/vllm-omni.md). Draws a picture without and
 pipeline, then starts `vllm serve MODEL --omni`, has it draw both from the same seed, and prints how far its pictures
 are from diffusers' and from each other: mean |difference| of the pixels' values, 0 to 255. Ends with 1 where the
 picture with the LoRA is no nearer to diffusers' with it than to the base model's. `--times` multiplies what the LoRA
-adds, on both sides: three iterations change less than bf16 rounds.
+adds, on both sides: three iterations change less than bf16 rounds. `--draw RANK` makes WEIGHTS first, by chance, where
+no run has exported any: what a server has to take is the same.
 """
 
 import argparse
@@ -28,11 +29,15 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import nn
 
 from benchmarks.local_services import wait_until
 from flows.lora_for_server import convert
-from models.families.base import read_architecture
-from models.weights.trainable import LORA_FILE
+from models.config.algo import DiffusionRolloutAlgoConfig
+from models.config.model import ModelConfig
+from models.config.pipeline import DiffusionPipelineConfig
+from models.families.base import DiffusionModelBase, DiffusionModelConfig, read_architecture
+from models.weights.trainable import LORA_FILE, meta_module, save_lora, trainable
 from tasks.system.ports import free_port
 
 GUIDANCE = {
@@ -43,8 +48,23 @@ GUIDANCE = {
 }
 """Said to both sides, whose defaults are not the same; off, but FLUX's, which is an input of its network."""
 SEED, PROMPT, START_SECONDS = 1, "a sign", 900
+DRAWN = 0.02
+"""Deviation of a drawn LoRA's numbers: of rank 32 it adds .0045, where torch draws a matrix 3,072 wide with .0104."""
 Pictures = dict[str, np.ndarray]
 """Which weights, "base" or "lora" -> uint8 [H, W, 3], as integers."""
+
+
+def draw_lora(model: Path, rank: int, folder: Path) -> None:
+    """A LoRA as a run exports it, whose matrices are drawn; of the model only its configs are read."""
+    settings = ModelConfig(path=str(model), lora_rank=rank, lora_alpha=2 * rank)
+    config = DiffusionModelConfig.load(settings, DiffusionPipelineConfig(), DiffusionRolloutAlgoConfig())
+    module = meta_module(DiffusionModelBase.get_class(config), config)
+    generator = torch.Generator().manual_seed(SEED)
+    for name, parameter in trainable(module).items():
+        owner, _, field = name.rpartition(".")
+        drawn = DRAWN * torch.randn(parameter.shape, generator=generator)
+        setattr(module.get_submodule(owner), field, nn.Parameter(drawn))
+    save_lora(module, config, folder)
 
 
 def by_diffusers(model: Path, weights: Path, call: dict[str, Any], device: str, dtype: torch.dtype) -> Pictures:
@@ -73,12 +93,13 @@ def by_server(model: Path, lora: Path, call: dict[str, Any], dtype: str, log: Pa
     def drawn(**more: Any) -> np.ndarray:
         asked = {"prompt": PROMPT, "size": size, "n": 1, "seed": SEED} | body | more
         answer = httpx.post(f"{address}/v1/images/generations", json=asked, timeout=START_SECONDS)
-        answer.raise_for_status()
+        if not answer.is_success:
+            raise RuntimeError(f"the server answered {answer.status_code}, {answer.text[:500]}: {end_of(log)}")
         return np.asarray(Image.open(io.BytesIO(base64.b64decode(answer.json()["data"][0]["b64_json"])))).astype(int)
 
     def answers() -> bool:
         if server.poll() is not None:
-            raise RuntimeError(f"the server has ended: {log.read_text(errors='replace')[-3000:]}")
+            raise RuntimeError(f"the server has ended: {end_of(log)}")
         try:
             return httpx.get(f"{address}/health", timeout=5).is_success
         except httpx.TransportError:
@@ -93,6 +114,11 @@ def by_server(model: Path, lora: Path, call: dict[str, Any], dtype: str, log: Pa
     finally:
         server.terminate()
         server.wait()
+
+
+def end_of(log: Path) -> str:
+    """What it says last."""
+    return log.read_text(errors="replace")[-3000:]
 
 
 def multiplied(weights: Path, times: float, folder: Path) -> Path:
@@ -129,12 +155,17 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="folder in which the four pictures are kept")
     parser.add_argument("--side", type=int, help="of the picture (default: 512, on the CPU 32)")
     parser.add_argument("--times", type=float, default=1.0, help="by which the LoRA is multiplied")
+    parser.add_argument(
+        "--draw", type=int, metavar="RANK", help="draw such a LoRA into WEIGHTS, which is not there yet"
+    )
     parser.add_argument("--steps", type=int, default=4)
     chosen = parser.parse_args()
     side = chosen.side or (32 if chosen.device == "cpu" else 512)
     dtype = "float32" if chosen.device == "cpu" else "bfloat16"
     call = {"height": side, "width": side, "num_inference_steps": chosen.steps}
     call |= GUIDANCE[read_architecture(chosen.model)]
+    if chosen.draw:
+        draw_lora(chosen.model, chosen.draw, chosen.weights)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         weights = multiplied(chosen.weights, chosen.times, folder / "weights")

@@ -166,18 +166,24 @@ def export_weights(
     make_trainable(adapter, module, model_config)
     load_trainable(module, weights)
     if model_config.trains_lora:
-        from peft.utils import get_peft_model_state_dict  # here: as in `make_trainable`
-
-        folder.mkdir(parents=True)
-        lora = get_peft_model_state_dict(module, adapter_name=ADAPTER_NAME)
-        _pipeline_class(model_config).save_lora_weights(
-            str(folder),
-            transformer_lora_layers={name: tensor.contiguous() for name, tensor in lora.items()},
-            transformer_lora_adapter_metadata=module.peft_config[ADAPTER_NAME].to_dict(),
-        )
+        save_lora(module, model_config, folder)
         return
     shutil.copytree(model_config.path, folder, ignore=_beside_the_pipeline(Path(model_config.path)))
     module.save_pretrained(folder / TRANSFORMER)
+
+
+def save_lora(module: Any, model_config: DiffusionModelConfig, folder: Path) -> None:
+    """Write a module's LoRA as diffusers users load it, see `export_weights`; the module's other weights are not read,
+    and may have no data."""
+    from peft.utils import get_peft_model_state_dict  # here: as in `make_trainable`
+
+    folder.mkdir(parents=True)
+    lora = get_peft_model_state_dict(module, adapter_name=ADAPTER_NAME)
+    _pipeline_class(model_config).save_lora_weights(
+        str(folder),
+        transformer_lora_layers={name: tensor.contiguous() for name, tensor in lora.items()},
+        transformer_lora_adapter_metadata=module.peft_config[ADAPTER_NAME].to_dict(),
+    )
 
 
 def _beside_the_pipeline(base: Path) -> Callable[[str, list[str]], set[str]]:

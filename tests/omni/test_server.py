@@ -3,6 +3,7 @@
 
 import base64
 import io
+import json
 import os
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from tests.support.forked import Program
 from tests.support.helpers import model_config
 from tests.support.patience import PATIENCE, wait_for_server
 from tests.support.platform_helpers import running
+from tests.support.tiny_models import FAMILIES
 
 PROMPT = "the number 472"
 VLLM = """
@@ -91,3 +93,15 @@ def test_a_served_lora_draws_what_diffusers_draws_with_it(
     assert np.abs(trained - drawn()).max() <= 1
     assert np.abs(trained - plain).max() > 10
     assert np.array_equal(served(server), plain)
+
+
+def test_a_lora_of_flux_is_served_under_the_names_of_packed_matrices(tmp_path: Path) -> None:
+    """By the command that compares a server's pictures with those of diffusers, whose LoRA nobody trained."""
+    FAMILIES["flux"].save(tmp_path / "model")
+    command = [sys.executable, "-m", "benchmarks.served_lora", str(tmp_path / "model"), str(tmp_path / "lora")]
+    command += ["--device", "cpu", "--draw", "4", "--times", "30", "--steps", "2"]
+    answer = subprocess.run(command, check=True, timeout=PATIENCE, stdout=subprocess.PIPE, text=True).stdout
+    found = json.loads(answer.splitlines()[-1])
+    assert found["LoRA, server to diffusers"] < 0.05
+    assert found["base, server to diffusers"] < 0.05
+    assert found["server, LoRA to base"] > 1

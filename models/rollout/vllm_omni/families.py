@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each family's pipeline of vLLM-Omni: which transformer class it runs, and what differs in calling it."""
 
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,11 @@ from models.rollout.vllm_omni.registry import VllmOmniPipelineBase
 
 @VllmOmniPipelineBase.register("FluxPipeline")
 class FluxRollout(RolloutPipeline):
-    """Its transformer packs q, k and v into one matrix."""
+    """Its transformer packs q, k and v into one matrix, and does not tell vLLM-Omni's LoRA manager so."""
+
+    lora_packs = MappingProxyType(
+        {"to_qkv": ("to_q", "to_k", "to_v"), "add_kv_proj": ("add_q_proj", "add_k_proj", "add_v_proj")}
+    )
 
     @classmethod
     def transformer_class(cls) -> type[nn.Module]:

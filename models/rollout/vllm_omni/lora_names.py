@@ -44,12 +44,13 @@ def write_peft_folder(pipeline: type[RolloutPipeline], exported: Path, folder: P
         with safe_open(exported / LORA_FILE, framework="pt") as file:
             weights = {name.removeprefix("transformer."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             trained = json.loads((file.metadata() or {})["lora_adapter_metadata"])
-        tensors = lora_tensors(pipeline, weights)
+        tensors, wider = packed(lora_tensors(pipeline, weights), pipeline.lora_packs)
+        targets = {pipeline.lora_module(target) for target in trained["transformer.target_modules"]}
         config = {
             "peft_type": "LORA",
-            "r": trained["transformer.r"],
-            "lora_alpha": trained["transformer.lora_alpha"],
-            "target_modules": sorted(pipeline.lora_module(target) for target in trained["transformer.target_modules"]),
+            "r": wider * trained["transformer.r"],
+            "lora_alpha": wider * trained["transformer.lora_alpha"],
+            "target_modules": sorted({_packed_name(target, pipeline.lora_packs)[0] for target in targets}),
         }
     except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(
@@ -58,3 +59,37 @@ def write_peft_folder(pipeline: type[RolloutPipeline], exported: Path, folder: P
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+def packed(tensors: dict[str, Tensor], packs: Mapping[str, tuple[str, ...]]) -> tuple[dict[str, Tensor], int]:
+    """(LoRA weights by the names of packed matrices, how many times the rank they have).
+
+    Of matrices that are packed the A matrices come below each other, and each B beside zeros where the others' are: the
+    product is the same. All others have zeros up to that rank, as a folder has one.
+
+    Args:
+        tensors: A [rank, in] and B [out, rank] of each module.
+        packs: see `RolloutPipeline.lora_packs`.
+    """
+    wider = max(map(len, packs.values()), default=1)
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        module, _, matrix = name.partition(".lora_")
+        whole, number, count = _packed_name(module, packs)
+        is_a = matrix == "A.weight"
+        (rank, size), at = (tensor.shape if is_a else tensor.shape[::-1]), f"{whole}.lora_{matrix}"
+        ranks, rows = slice(number * rank, (number + 1) * rank), slice(number * size, (number + 1) * size)
+        if is_a:
+            found.setdefault(at, tensor.new_zeros(wider * rank, size))[ranks] = tensor
+        else:
+            found.setdefault(at, tensor.new_zeros(count * size, wider * rank))[rows, ranks] = tensor
+    return found, wider
+
+
+def _packed_name(module: str, packs: Mapping[str, tuple[str, ...]]) -> tuple[str, int, int]:
+    """(name of the matrix that a module is packed into or is itself, which part of it, of how many)."""
+    above, dot, last = module.rpartition(".")
+    for pack, names in packs.items():
+        if last in names:
+            return f"{above}{dot}{pack}", names.index(last), len(names)
+    return module, 0, 1

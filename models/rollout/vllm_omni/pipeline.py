@@ -7,7 +7,7 @@ diffusers'. No text encoder is loaded: prompts arrive as embeddings.
 """
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -72,6 +72,10 @@ class RolloutPipeline(StepExecution, nn.Module):
     def lora_module(cls, name: str) -> str:
         """vLLM-Omni's name of a module that gets LoRA weights, from diffusers' name (or the end of it)."""
         return name
+
+    lora_packs: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """A matrix of the transformer's -> the ends of diffusers' names that it packs, one below the other and all of one
+    size, where vLLM-Omni's own server does not find these in it."""
 
     blank_shape: ClassVar[tuple[int, ...]] = (1, 3, 1, 1)
     """Of what vLLM-Omni's own post-processing is given; the picture travels beside it as it is."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+from safetensors import safe_open
 
 from benchmarks import drawn_checkpoint
 from benchmarks.real_size import transformer
@@ -91,7 +92,9 @@ def test_a_drawn_folder_is_a_pipeline_that_encodes_its_prompts(tmp_path: Path, m
 def test_the_text_side_may_be_drawn_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = drawn_checkpoint.QWEN3_4B | {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 40_000}
-    monkeypatch.setitem(drawn_checkpoint.TEXTS, "z-image", {"text_encoder": ("Qwen3Model", text | heads)})
+    monkeypatch.setitem(drawn_checkpoint.TEXTS, "z-image", {"text_encoder": ("Qwen3ForCausalLM", text | heads)})
     assert set(drawn_checkpoint.write("z-image", tmp_path / "text", PROMPTS, "cpu", ("text",))) == {"text_encoder"}
+    with safe_open(tmp_path / "text/text_encoder/model.safetensors", "pt") as file:
+        assert {name.partition(".")[0] for name in file.keys()} == {"model"}, "as published"  # noqa: SIM118
     encoded = ZImage.encode_prompts(ZImage.load_text_pipeline(tmp_path / "text"), PROMPTS, 64)
     assert encoded["prompt_embeds"].shape[::2] == (len(PROMPTS), 16)
