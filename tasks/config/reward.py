@@ -125,6 +125,10 @@ class RewardFunctionConfig(Section):
         """Are its workers on trainer ranks' GPUs?"""
         return self.placement == "colocated"
 
+    def colocated_workers(self, ranks: int) -> int:
+        """Its workers on the GPU of the first of so many trainer ranks, which has the most."""
+        return ceil(self.num_workers / ranks) if self.is_colocated else 0
+
     @property
     def share(self) -> float:
         """Its weight in the trained reward."""
@@ -285,7 +289,7 @@ class RewardConfig(Section):
 
     def colocated_workers(self, ranks: int) -> int:
         """Workers on the GPU of the first of so many trainer ranks, which has the most: each reward begins there."""
-        return sum(ceil(entry.num_workers / ranks) for entry in self.functions.values() if entry.is_colocated)
+        return sum(entry.colocated_workers(ranks) for entry in self.functions.values())
 
     @property
     def num_gpus(self) -> float:

@@ -4,8 +4,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import ceil, prod
-from types import FunctionType
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +32,7 @@ from tasks.config.tree import TrainConfig
 from tasks.data.digests import stored_parameters
 from tasks.data.embeddings import Embeddings
 from tasks.records.run_store import CHECKPOINTS
-from tasks.rewards import Reward, check_reward
+from tasks.rewards import check_reward
 from tasks.run.update_passes import passes_of_a_step
 from tasks.system.files import bytes_on_disk, free_on_disk
 
@@ -95,7 +94,7 @@ class Needs(NamedTuple):
     rewards: float = 0.0
     kept: float = KEPT_BY_A_SAMPLER
 
-    def beside_others(self, config: TrainConfig) -> "Needs":
+    def beside_what_stays(self, config: TrainConfig) -> "Needs":
         """The same, with what stays on the GPU while trainer or rollout compute there: rewards, and text encoders that
         do not sleep."""
         awake = 0.0 if config.data.text_encoder.sleeps else self.encoders
@@ -137,8 +136,8 @@ def needs(
     rollout = _rollout(config, model_config, cost) if there else None
     kept = kept_by_a_sampler(model_config, config.actor_rollout_ref.rollout.name)
     model = Model(model_config, cost)
-    beside = colocated_encoders(config), colocated_rewards(config)
-    return Needs(update_of_rank(config, model), rollout, model, *beside, kept)
+    rewards = colocated_rewards(config) if there else 0.0  # offline training has none
+    return Needs(update_of_rank(config, model), rollout, model, colocated_encoders(config), rewards, kept)
 
 
 def colocated_encoders(config: TrainConfig) -> float:
@@ -150,18 +149,18 @@ def colocated_encoders(config: TrainConfig) -> float:
 def colocated_rewards(config: TrainConfig) -> float:
     """Bytes of the rewards on the first rank's GPU, which has the most of them: their processes, and their weights as
     far as they are known; 0 without such. Raises ConfigError where a file of weights is not whole."""
-    total, ranks = 0.0, config.trainer.world_size
-    for label, (name, entry) in config.reward.named().items():
-        if config.trainer.device == "cuda" and entry.is_colocated:
-            each = REWARD_PROCESS + _weights_of_reward(label, check_reward(name, **entry.options), entry.options)
-            total += ceil(entry.num_workers / ranks) * each
-    return total
+    if config.trainer.device != "cuda":
+        return 0.0
+    return sum(
+        workers * (REWARD_PROCESS + _weights_of_reward(label, name, entry.options))
+        for label, (name, entry) in config.reward.named().items()
+        if (workers := entry.colocated_workers(config.trainer.world_size))
+    )
 
 
-def _weights_of_reward(label: str, found: type[Reward] | FunctionType, options: Mapping[str, Any]) -> float:
-    if not isinstance(found, type):
-        return 0.0  # a function does not say
-    folders, dtype = found.gpu_models(options)
+def _weights_of_reward(label: str, name: str, options: Mapping[str, Any]) -> float:
+    declared = getattr(check_reward(name, **options), "gpu_models", None)
+    folders, dtype = ([], "") if declared is None else declared(options)
     try:
         shapes = [read_shapes(at, "model", f"reward.functions.{label}: a model is {at}", False) for at in folders]
     except (ValueError, OSError) as error:

@@ -10,7 +10,7 @@ from models.cost.memory import GIB, Need
 from models.cost.meta_pass import PassCost
 from models.families.base import DiffusionModelConfig
 from tasks.config.tree import TrainConfig
-from tasks.run.capacity import ENCODERS, REWARDS, DoesNotFit, Needs, needs, samplers_on_a_gpu
+from tasks.run.capacity import ENCODERS, DoesNotFit, Needs, needs, samplers_on_a_gpu
 from tasks.run.ways_out import beyond_memory, ways_out
 from tasks.system.gpu_memory import InUse, gpu_memory_in_use
 
@@ -64,12 +64,14 @@ def beside_others(config: TrainConfig, needed: Needs, gpu: InUse, there: float) 
 
 def shortfall(config: TrainConfig, needs: Needs, there: float) -> str | None:
     """What does not fit into a GPU of `there` GiB and which settings are left to change it; None where all fits."""
-    return _encoding_shortfall(config, needs, there) or _stages_shortfall(config, needs.beside_others(config), there)
+    return _encoding_shortfall(config, needs, there) or _stages_shortfall(
+        config, needs.beside_what_stays(config), there
+    )
 
 
 def _encoding_shortfall(config: TrainConfig, needs: Needs, there: float) -> str | None:
     """Prompts are encoded beside the trainer's weights, rewards, and, where it is there too, the rollout's, awake."""
-    beside = needs.update.resident | ({REWARDS: needs.rewards} if needs.rewards else {})
+    beside = dict(needs.beside_what_stays(config).update.resident)
     if needs.rollout is not None and config.shares_gpus:
         beside["the rollout's weights"] = sum(needs.rollout.resident.values())
     together = Need(beside | {ENCODERS: needs.encoders}, {})

@@ -173,7 +173,7 @@ def _must_sleep(config: TrainConfig, model_config: DiffusionModelConfig, measure
     if not config.shares_gpus:
         return False, "trainer and rollout share no GPU"
     room = _room(config, SLEEP)
-    update, rollout, *_ = room.widened(_needs(config, model_config, measure, SLEEP)).beside_others(config)
+    update, rollout, *_ = room.widened(_needs(config, model_config, measure, SLEEP)).beside_what_stays(config)
     both = update.gib + (0.0 if rollout is None else rollout.gib)
     sleeps = both > room.usable
     fit = "do not fit" if sleeps else "fit"

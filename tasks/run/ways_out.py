@@ -167,7 +167,7 @@ class _Room:
     def _update(self, config: TrainConfig, model: Model | None = None, ranks: int | None = None) -> Need:
         """What it holds with that config, text encoders and rewards that stay beside it included."""
         update = update_of_rank(config, model or self.needed.model, ranks)
-        return self.needed._replace(update=update).beside_others(config).update
+        return self.needed._replace(update=update).beside_what_stays(config).update
 
     def _beyond_host(self, config: TrainConfig) -> str | None:
         return beyond_memory(config, self.needed._replace(update=self._update(config)), self.there)

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from safetensors import safe_open
 
 from benchmarks.served_lora import GUIDANCE, draw_lora
 from flows.lora_for_server import convert
 from models.families.base import read_architecture
+from models.weights.stored import file_shapes
 from models.weights.trainable import LORA_FILE, export_weights, make_trainable, trainable
 from tests.support.helpers import model_config
 from tests.support.tiny_models import FAMILIES
@@ -28,7 +28,7 @@ def test_a_drawn_lora_has_what_a_run_exports_and_diffusers_takes_all_of_it(name:
     module = family.adapter.load_transformer(config, torch.float32)
     make_trainable(family.adapter, module, config)
     export_weights(family.adapter, config, trainable(module), tmp_path / "exported")
-    shapes = [shapes_in(tmp_path / folder) for folder in ("drawn", "exported")]
+    shapes = [file_shapes(tmp_path / folder / LORA_FILE, folder) for folder in ("drawn", "exported")]
     assert shapes[0] == shapes[1] != {}
     pipeline = DiffusionPipeline.from_pretrained(model)
     pipeline.load_lora_weights(tmp_path / "drawn")
@@ -36,8 +36,3 @@ def test_a_drawn_lora_has_what_a_run_exports_and_diffusers_takes_all_of_it(name:
     assert len(layers) == len(shapes[0]) / 2
     assert all(layer.lora_B[layer.active_adapters[0]].weight.abs().min() > 0 for layer in layers)
     convert(tmp_path / "drawn", tmp_path / "for_server", model)
-
-
-def shapes_in(folder: Path) -> dict[str, list[int]]:
-    with safe_open(folder / LORA_FILE, "pt") as file:
-        return {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118

@@ -3,6 +3,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -16,6 +17,15 @@ from tests.support.tiny_models import FAMILIES
 PARTS = {"to_qkv": ("to_q", "to_k", "to_v"), "add_kv_proj": ("add_q_proj", "add_k_proj", "add_v_proj")}
 
 
+def drawn_and_converted(family: str, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+    """A LoRA of rank 4 of the family's tiny model as a run exports it, and as the server gets it, with its config."""
+    FAMILIES[family].save(folder / "model")
+    draw_lora(folder / "model", 4, folder / "drawn")
+    convert(folder / "drawn", folder / "served", folder / "model")
+    config = json.loads((folder / "served/adapter_config.json").read_text())
+    return load_file(folder / "drawn" / LORA_FILE), load_file(folder / "served/adapter_model.safetensors"), config
+
+
 def added(tensors: dict[str, Tensor], module: str, scale: float) -> Tensor:
     """What a LoRA adds to a module's matrix, in float64."""
     a, b = (tensors[f"{module}.lora_{matrix}.weight"].double() for matrix in "AB")
@@ -24,15 +34,7 @@ def added(tensors: dict[str, Tensor], module: str, scale: float) -> Tensor:
 
 def test_what_is_packed_adds_the_same_to_every_matrix(tmp_path: Path) -> None:
     """FLUX's transformer packs q, k and v and does not say so: by their own names the server refuses them."""
-    model = tmp_path / "model"
-    FAMILIES["flux"].save(model)
-    draw_lora(model, 4, tmp_path / "drawn")
-    convert(tmp_path / "drawn", tmp_path / "for_server", model)
-    exported, served = (
-        load_file(tmp_path / "drawn" / LORA_FILE),
-        load_file(tmp_path / "for_server/adapter_model.safetensors"),
-    )
-    config = json.loads((tmp_path / "for_server/adapter_config.json").read_text())
+    exported, served, config = drawn_and_converted("flux", tmp_path)
     assert {tensor.shape["AB".index(name[-8])] for name, tensor in served.items()} == {config["r"]} == {12}
     modules = {name.rpartition(".lora_")[0].removeprefix("base_model.model.") for name in served}
     unpacked = {module for module in modules if module.rpartition(".")[2] not in PARTS}
@@ -50,14 +52,7 @@ def test_what_is_packed_adds_the_same_to_every_matrix(tmp_path: Path) -> None:
 
 
 def test_where_the_server_knows_the_parts_they_stay(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    FAMILIES["qwen_image"].save(model)
-    draw_lora(model, 4, tmp_path / "drawn")
-    convert(tmp_path / "drawn", tmp_path / "for_server", model)
-    exported, served = (
-        load_file(tmp_path / "drawn" / LORA_FILE),
-        load_file(tmp_path / "for_server/adapter_model.safetensors"),
-    )
+    exported, served, _ = drawn_and_converted("qwen_image", tmp_path)
     renamed = {f"base_model.model.{name}".replace("to_out.0", "to_out"): tensor for name, tensor in exported.items()}
     assert served.keys() == renamed.keys()
     assert all(torch.equal(served[name], renamed[name]) for name in served)

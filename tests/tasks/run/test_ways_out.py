@@ -167,6 +167,9 @@ def test_rewards_on_the_trainers_gpus_are_counted(tiny_model: Path, tmp_path: Pa
         return colocated_rewards(base.with_changes({"reward": {"functions": {"seen": entry}}}))
 
     assert counted() == 2 * (REWARD_PROCESS + 2 * numbers)
+    there = base.with_changes({"reward": {"functions": {"brightness": {"placement": "colocated"}}}})
+    for samples, rewards in ((True, REWARD_PROCESS), (False, 0.0)):  # offline training starts no rewards
+        assert needs(there, model_config(tiny_model), COST, samples).rewards == rewards
     assert counted(options=options | {"dtype": "float32"}) == 2 * (REWARD_PROCESS + 4 * numbers)
     assert counted(num_workers=2) == REWARD_PROCESS + 2 * numbers
     assert counted(placement="separate", num_gpus=1.0) == 0
