@@ -95,6 +95,22 @@ def test_the_flow_and_its_engines_of_one_call_are_in_their_log() -> None:
     assert f"**{speed / 2 / engines['images/s']:.2f} of".replace("*0.", "*.") in row
 
 
+def test_one_gpu_and_its_engines_of_one_call_are_in_their_log() -> None:
+    lines = rows_in(MEASURED / "sd35_flow_h200.jsonl")
+    (engines,) = [line for line in lines if line["run"] == "bare engines, after it, on the same GPU"]
+    steady = [
+        line for line in lines if line["run"] == "1 GPU of two, two batches in hand" and 2 < line["iteration"] < 6
+    ]
+    parts = ("gen", "reward", "update_actor", "update_weights", "step")
+    rollout, scores, update, sync, step = (median(line[f"timing_s/{part}"] for line in steady) for part in parts)
+    speed = 96 / step
+    page = (ROOT / "benchmarks" / "RESULTS.md").read_text().splitlines()
+    row = f"| one GPU | **{rollout:.2f}** | {scores:.2f} | {update:.2f} | {sync:.2f} | .15 | {step:.2f} | {speed:.2f} |"
+    (said,) = [line for line in page if line.startswith(row.replace(" 0.", " ."))]
+    assert f"**{speed / engines['images/s']:.2f} of the engines'".replace("*0.", "*.") in said
+    assert f"| {4 * engines['rollout_s']:.2f} | | {4 * engines['update_s']:.2f} |" in "".join(page)
+
+
 @pytest.mark.parametrize(
     ("run", "said"),
     [("4 GPUs", "**4.1 s, 497 pictures a second**"), ("4 H200s, before", "An iteration takes 4.4 s (median)")],

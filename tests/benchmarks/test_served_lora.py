@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from benchmarks.served_lora import GUIDANCE, draw_lora
+from benchmarks.served_lora import GUIDANCE, agree, draw_lora
 from flows.lora_for_server import convert
 from models.families.base import read_architecture
 from models.weights.stored import file_shapes
@@ -36,3 +36,15 @@ def test_a_drawn_lora_has_what_a_run_exports_and_diffusers_takes_all_of_it(name:
     assert len(layers) == len(shapes[0]) / 2
     assert all(layer.lora_B[layer.active_adapters[0]].weight.abs().min() > 0 for layer in layers)
     convert(tmp_path / "drawn", tmp_path / "for_server", model)
+
+
+@pytest.mark.parametrize(
+    ("base", "lora", "changed", "is_seen"),
+    [(0.97, 0.97, 3.98, True), (15.9, 15.5, 16.3, False), (0.1, 3.0, 4.0, False)],
+    ids=["as rounded", "two programs that draw otherwise", "a LoRA of which a part is taken"],
+)
+def test_pictures_say_that_a_lora_is_served_only_where_they_agree(
+    base: float, lora: float, changed: float, is_seen: bool
+) -> None:
+    found = {"base, server to diffusers": base, "LoRA, server to diffusers": lora}
+    assert agree(found | {"server, LoRA to base": changed, "diffusers, LoRA to base": changed}) == is_seen

@@ -25,6 +25,7 @@ from tests.support.forked import Program
 from tests.support.helpers import model_config
 from tests.support.patience import PATIENCE, wait_for_server
 from tests.support.platform_helpers import running
+from tests.support.published_layout import save_both
 from tests.support.tiny_models import FAMILIES
 
 PROMPT = "the number 472"
@@ -37,6 +38,33 @@ main()
 """
 """The command `vllm`."""
 STEPS = {"num_inference_steps": 2, "true_cfg_scale": 1.0}
+SMALLER = """
+import sys
+from functools import partialmethod
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
+
+
+class Smaller(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "vllm_omni.diffusion.models.z_image.z_image_transformer":
+            return None
+        spec = PathFinder.find_spec(name, path)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            model = module.ZImageTransformer2DModel
+            model.__init__ = partialmethod(model.__init__, **{size})
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, Smaller())
+"""
+"""What each of the server's processes imports first: vLLM-Omni's Z-Image in another size than the published one."""
+SIZE = ("in_channels", "dim", "n_layers", "n_refiner_layers", "n_heads", "n_kv_heads", "cap_feat_dim", "axes_dims")
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +123,31 @@ def test_a_served_lora_draws_what_diffusers_draws_with_it(
     assert np.array_equal(served(server), plain)
 
 
-def test_a_lora_of_flux_is_served_under_the_names_of_packed_matrices(tmp_path: Path) -> None:
+def compared(model: Path, **more: str) -> dict[str, float]:
     """By the command that compares a server's pictures with those of diffusers, whose LoRA nobody trained."""
-    FAMILIES["flux"].save(tmp_path / "model")
-    command = [sys.executable, "-m", "benchmarks.served_lora", str(tmp_path / "model"), str(tmp_path / "lora")]
+    command = [sys.executable, "-m", "benchmarks.served_lora", str(model), str(model.parent / "lora")]
     command += ["--device", "cpu", "--draw", "4", "--times", "30", "--steps", "2"]
-    answer = subprocess.run(command, check=True, timeout=PATIENCE, stdout=subprocess.PIPE, text=True).stdout
-    found = json.loads(answer.splitlines()[-1])
+    ended = subprocess.run(
+        command, check=True, timeout=PATIENCE, stdout=subprocess.PIPE, text=True, env=os.environ | more
+    )
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def check_served(found: dict[str, float]) -> None:
+    """The server draws what diffusers draws, with the LoRA and without, and the LoRA is seen."""
     assert found["LoRA, server to diffusers"] < 0.05
     assert found["base, server to diffusers"] < 0.05
     assert found["server, LoRA to base"] > 1
+
+
+def test_a_lora_of_flux_is_served_under_the_names_of_packed_matrices(tmp_path: Path) -> None:
+    FAMILIES["flux"].save(tmp_path / "model")
+    check_served(compared(tmp_path / "model"))
+
+
+def test_a_lora_of_z_image_is_served_whose_server_counts_a_step_that_does_nothing(tmp_path: Path) -> None:
+    _, model = save_both("z-image", tmp_path)
+    config = json.loads((model / "transformer/config.json").read_text())
+    size = {name: config[name] for name in SIZE}
+    (tmp_path / "sitecustomize.py").write_text(SMALLER.replace("{size}", repr(size)))
+    check_served(compared(model, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path])))
