@@ -40,17 +40,17 @@ def _translated(script: Path) -> Translation:
     if file.endswith(".py"):
         return translate(read_config(Path(file), function or None), FLOW_GRPO)
     text = _text(script)
-    named = named_by(text)
-    if named is None:
+    start = named_by(text, str(script))
+    if start is None:
         return translate(read_overrides(text, str(script)))
-    name, function_named, processes = named
+    name = start.file
     found = next((folder / name for folder in (*script.parents, Path()) if (folder / name).is_file()), None)
     if found is None:
         raise ConfigError(
             f"{script} starts with the configuration {name}, which is neither here nor above the script: give it as "
-            f"FOLDER/{name}:{function_named or 'FUNCTION'} (docs/coming-from.md#flow_grpo-and-diffusionnft)"
+            f"FOLDER/{name}:{start.function or 'FUNCTION'} (docs/coming-from.md#flow_grpo-and-diffusionnft)"
         )
-    return translate(read_config(found, function_named, processes), FLOW_GRPO)
+    return translate(read_config(found, start.function, start), FLOW_GRPO)
 
 
 def _text(script: Path) -> str:

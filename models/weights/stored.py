@@ -58,6 +58,14 @@ def _shapes_of_all(files: Iterable[Path], given: str) -> dict[str, list[int]]:
     return shapes
 
 
+def variant_alone(folder: Path) -> str | None:
+    """A file of a component that has its weights as a variant (`*.fp16.safetensors`) and no others, which no library
+    reads that is not asked for it; None where there is none."""
+    kinds = ("*.safetensors", "*.bin")
+    files = sorted(file.name for kind in kinds for file in folder.glob(kind))
+    return files[0] if files and all(file.count(".") > 1 for file in files) else None
+
+
 def weight_files(folder: Path) -> list[Path]:
     """A component's safetensors files in the order of their names, variants left out."""
     return [file for file in sorted(folder.glob("*.safetensors")) if file.name.count(".") == 1]

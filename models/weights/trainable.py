@@ -29,6 +29,8 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 LORA_INIT_SEED = 20250505
 LORA_SETTINGS = {"r": "lora_rank", "lora_alpha": "lora_alpha", "target_modules": "target_modules"}
 """What a LoRA was trained with: peft's name, as an export has it -> the model's setting."""
+OTHER_SCALES = ("use_rslora", "alpha_pattern")
+"""Settings of peft's, none of which is one here, by which the same matrices add something else."""
 WEIGHT_FILES = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".gguf")
 VARIANT = re.compile(r"\.(fp16|bf16|fp8)[.-]")
 """In the names of a component's files in another number format than the one that is loaded."""
@@ -65,6 +67,7 @@ def make_trainable(adapter: type[DiffusionModelBase], module: nn.Module, model_c
     with torch.random.fork_rng(devices=[]):  # peft draws on the CPU: no GPU's generator is begun, or touched
         torch.default_generator.manual_seed(LORA_INIT_SEED)
         module.add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
+    config.target_modules = set(targets)  # of 20 and more peft has made shorter ones, which an export would say
     widen_trained(module)
 
 
@@ -318,6 +321,12 @@ def with_lora_of(model_config: DiffusionModelConfig, file: Path, given: str) -> 
         ValueError: the file cannot be read, or does not say them.
     """
     written = lora_settings(file, given)
+    unknown = [name for name in OTHER_SCALES if written.get(name)]
+    if unknown:
+        raise ValueError(
+            f"{given}, whose {LORA_FILE} was trained with {unknown[0]}, so that it is scaled by another number than "
+            "lora_alpha / lora_rank: give one without"
+        )
     for name in LORA_SETTINGS:
         if name not in written:
             raise ValueError(f"{given}, whose {LORA_FILE} does not say its {name}: give an export of this project")
@@ -377,7 +386,7 @@ def _check_lora(adapter: type[DiffusionModelBase], model_config: DiffusionModelC
     wanted = {
         "lora_rank": model.lora_rank,
         "lora_alpha": model.lora_alpha,
-        "target_modules": sorted(model.target_modules or adapter.lora_target_modules),
+        "target_modules": sorted({*(model.target_modules or adapter.lora_target_modules)}),
     }
     for setting, own in wanted.items():
         value = getattr(written, setting)

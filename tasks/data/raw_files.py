@@ -42,8 +42,9 @@ def _plain_row(raw: dict[str, Any], source: str, entry: RawFile) -> dict[str, An
         row["negative_prompt"] = _said(row["negative_prompt"], "negative_prompt", source)
         if not isinstance(row["negative_prompt"], str):
             raise DatasetError(f"{source}: negative_prompt must be a text or a chat; leave it out where there is none")
-    if "target" not in row and isinstance(truth := _below(row, "reward_model", "ground_truth"), str):
-        row["target"] = truth
+    truth = _below(row, "reward_model", "ground_truth")
+    if "target" not in row and isinstance(truth, str | int) and not isinstance(truth, bool):
+        row["target"] = str(truth)
     if row.get("split") is None:
         row["split"] = entry.split or _split_inside(row, source)
     if entry.hidden == "remove":

@@ -11,7 +11,7 @@ from models.rollout.vllm_omni.engine import check_tensor_split, pipeline_class
 from models.runtime.projections import not_fused
 from models.training.engine import TRAINING_ENGINES, get_training_engine
 from models.weights.fitting import check_network, check_text_encoders
-from models.weights.stored import stored_shapes
+from models.weights.stored import stored_shapes, variant_alone
 from models.weights.trainable import LORA_FILE, check_lora_fits, with_lora_of
 from tasks.actors.interpreter import check_interpreter
 from tasks.config.errors import ConfigError
@@ -49,6 +49,11 @@ def check_stored(model_config: DiffusionModelConfig, encodes: bool) -> None:
     loaded = {name for name in named if encodes or not name.startswith("text_encoder")}
     for name in sorted({*loaded, model_config.transformer_subfolder}):
         stored_shapes(model / name, f"model.path is {model}")
+        if (alone := variant_alone(model / name)) is not None:
+            raise ConfigError(
+                f"model.path is {model}, whose {name} has its weights in a variant alone ({alone}): fetch those "
+                "without one, or save the model anew without a variant"
+            )
 
 
 def check_fitting(config: TrainConfig, model_config: DiffusionModelConfig, trains: bool) -> None:

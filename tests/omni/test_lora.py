@@ -2,6 +2,7 @@
 """LoRA weights in vLLM-Omni: what the trainer has is what it samples with."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,18 @@ def test_an_exported_lora_is_the_weights_that_were_exported(
     weights = random_lora(oracle, 3)
     export_weights(oracle.adapter, config, weights, tmp_path / "exported")
     engine.load_exported(tmp_path / "exported")
+    oracle.load_weights(weights)
+    check_canary(oracle.canary_velocity(CANARY), engine.canary_velocity(CANARY), 1, tolerance=AGREE)
+
+
+def test_a_module_that_the_transformer_holds_twice_gets_its_lora(
+    engine: VllmOmniRolloutEngine, config: DiffusionModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = replace(config, model=config.model.model_copy(update={"target_modules": ("img_in",)}))
+    monkeypatch.setattr(engine, "model_config", other)
+    oracle = DiffusersRolloutEngine(other)
+    weights = random_lora(oracle, 4)
+    engine.load_weights(weights)
     oracle.load_weights(weights)
     check_canary(oracle.canary_velocity(CANARY), engine.canary_velocity(CANARY), 1, tolerance=AGREE)
 

@@ -29,11 +29,21 @@ class FluxRollout(RolloutPipeline):
 class QwenImageRollout(RolloutPipeline):
     """Its transformer packs q, k and v into one matrix and wants the length of the text."""
 
+    unserved = ("img_in",)
+
     @classmethod
     def transformer_class(cls) -> type[nn.Module]:
         from vllm_omni.diffusion.models.qwen_image.qwen_image_transformer import QwenImageTransformer2DModel
 
         return QwenImageTransformer2DModel
+
+    def build_transformer(self, od_config: Any) -> nn.Module:
+        """Another part of it holds `img_in` too, and would go on with the layer in whose place LoRA's is put."""
+        transformer: Any = super().build_transformer(od_config)
+        rope = transformer.image_rope_prepare
+        del rope.img_in
+        rope.__dict__["img_in"] = lambda tokens: transformer.img_in(tokens)
+        return transformer
 
     def denoise(self, **inputs: Any) -> Any:
         # diffusers takes the text's positions from the padded width; the mask's length would turn other tokens.

@@ -56,6 +56,12 @@ def write_peft_folder(pipeline: type[RolloutPipeline], exported: Path, folder: P
         raise ValueError(
             f"{exported / LORA_FILE} is not as a LoRA run exports it ({error}): give a folder that one exported"
         ) from error
+    left_out = [name for name in pipeline.unserved if any(f".{name}.lora_" in f".{weight}" for weight in weights)]
+    if left_out:
+        raise ValueError(
+            f"{exported} has LoRA weights of {left_out[0]}, which vLLM-Omni's server leaves out without a word: serve "
+            "weights that were trained without it in model.target_modules"
+        )
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n")
@@ -70,11 +76,16 @@ def packed(tensors: dict[str, Tensor], packs: Mapping[str, tuple[str, ...]]) -> 
     Args:
         tensors: A [rank, in] and B [out, rank] of each module.
         packs: see `RolloutPipeline.lora_packs`.
+
+    Raises:
+        ValueError: one is of a convolution, or no LoRA's.
     """
     wider = max(map(len, packs.values()), default=1)
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         module, _, matrix = name.partition(".lora_")
+        if tensor.ndim != 2:
+            raise ValueError(f"{name} is no matrix: vLLM-Omni has no LoRA of convolutions, and no DoRA")
         whole, number, count = _packed_name(module, packs)
         is_a = matrix == "A.weight"
         (rank, size), at = (tensor.shape if is_a else tensor.shape[::-1]), f"{whole}.lora_{matrix}"

@@ -77,6 +77,9 @@ class RolloutPipeline(StepExecution, nn.Module):
     """A matrix of the transformer's -> the ends of diffusers' names that it packs, one below the other and all of one
     size, where vLLM-Omni's own server does not find these in it."""
 
+    unserved: ClassVar[tuple[str, ...]] = ()
+    """Modules, by diffusers' names, whose LoRA weights vLLM-Omni's own server takes and leaves out without a word."""
+
     blank_shape: ClassVar[tuple[int, ...]] = (1, 3, 1, 1)
     """Of what vLLM-Omni's own post-processing is given; the picture travels beside it as it is."""
 

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from tasks.config.errors import ConfigError
-from tasks.config.migration.script import Override
+from tasks.config.migration.script import Override, commands, value_of
 
 COMPUTED = "$COMPUTED"
 """Stands for a value that is not known."""
+LOCKS = ("lock", "unlock")
+"""Methods of a config that set nothing."""
 MOST_STATEMENTS = 10_000
 DEEPEST = 20
 MOST_DIGITS = 10**15
@@ -43,8 +45,11 @@ OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.In: lambda left, right: left in right,
     ast.NotIn: lambda left, right: left not in right,
 }
-CONFIG_OPTION = re.compile(r"--config[= ]+(?P<file>\S+\.py)(?::(?P<function>\w+))?")
-PROCESSES = re.compile(r"--num_processes[= ]+(?P<number>\d+)")
+CONFIG_FILE = re.compile(r"^(?P<file>\S+\.py)(?::(?P<function>\w+))?$")
+SETTING = "--config."
+"""Begins a word of a command line that gives one setting another value, once the function has made all."""
+PROCESSES, PER_NODE, NODES = ("num_processes",), ("nproc_per_node", "nproc-per-node"), ("nnodes",)
+"""Options of accelerate's launcher, and of torchrun's two."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,12 @@ class _Reader:
     def _statement(self, statement: ast.stmt, local: dict[str, Any], depth: int, returned: list[Any]) -> bool:
         if isinstance(statement, ast.Assign):
             self._assign(statement.targets, statement.value, local, depth)
+        elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+            self._assign([statement.target], statement.value, local, depth)
+        elif isinstance(statement, ast.Expr):
+            self._do(statement.value, local, depth)
+        elif isinstance(statement, ast.Delete):
+            self._forget([statement], local)
         elif isinstance(statement, ast.AugAssign):
             both = ast.BinOp(_read(statement.target), statement.op, statement.value)
             self._assign([statement.target], both, local, depth)
@@ -131,8 +142,30 @@ class _Reader:
     def _forget(self, body: list[ast.stmt], local: dict[str, Any]) -> None:
         """What these statements may set is not known."""
         for node in (node for statement in body for node in ast.walk(statement)):
-            if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
                 self._set(node, COMPUTED, local)
+
+    def _do(self, node: ast.expr, local: dict[str, Any], depth: int) -> None:
+        """A call for what it does: of a function that is given the config, a method of the config, or `setattr`."""
+        self.value(node, local, depth)
+        if not isinstance(node, ast.Call):
+            return
+        given = [self.value(argument, local, depth) for argument in node.args]
+        named = {word.arg: self.value(word.value, local, depth) for word in node.keywords}
+        path = self._path(node.func, local)
+        if path is not None:
+            self._call_method(path, given, named)
+        elif isinstance(node.func, ast.Name) and node.func.id == "setattr" and isinstance(given[0], Section):
+            self.settings[_joined(given[0].path, given[1])] = given[2]
+
+    def _call_method(self, path: str, given: list[Any], named: dict[str | None, Any]) -> None:
+        """`update` sets what it is given; of any other method it is told that what it sets is not known."""
+        above, _, method = path.rpartition(".")
+        if method == "update" and None not in named and all(isinstance(one, dict) for one in given):
+            for mapping in (*given, named):
+                self.settings |= {_joined(above, key): value for key, value in mapping.items()}
+        elif method not in LOCKS:
+            self.settings[path] = COMPUTED
 
     def _assign(self, targets: list[ast.expr], value: ast.expr, local: dict[str, Any], depth: int) -> None:
         attributes = [path for target in targets if (path := self._path(target, local)) is not None]
@@ -144,9 +177,17 @@ class _Reader:
 
     def _set(self, target: ast.expr, value: Any, local: dict[str, Any]) -> None:
         path = self._path(target, local)
-        if isinstance(target, ast.Name):
+        if isinstance(target, ast.Tuple | ast.List):
+            fits = isinstance(value, list) and len(value) == len(target.elts)
+            for part, one in zip(target.elts, value if fits else [COMPUTED] * len(target.elts), strict=True):
+                self._set(part, one, local)
+        elif isinstance(target, ast.Name):
             local[target.id] = value
         elif path is not None and not isinstance(value, Section):
+            above, _, key = path.rpartition(".")
+            mapping = self.settings.get(above)
+            if isinstance(mapping, dict):
+                path, value = above, mapping | {key: value}
             self.settings[path] = value
 
     def _path(self, target: ast.expr, local: Mapping[str, Any]) -> str | None:
@@ -173,13 +214,14 @@ class _Reader:
             return node.value
         if isinstance(node, ast.Name):
             return local.get(node.id, COMPUTED)
-        if isinstance(node, ast.Attribute):
+        if isinstance(node, ast.Attribute | ast.Subscript):
             path = self._path(node, local)
             return COMPUTED if path is None else self.settings.get(path, Section(path))
         if isinstance(node, ast.List | ast.Tuple):
             return [of(entry) for entry in node.elts]
         if isinstance(node, ast.Dict):
-            return {of(key): of(value) for key, value in zip(node.keys, node.values, strict=True) if key is not None}
+            # The key of `**more` is none, and so COMPUTED.
+            return {of(key): of(value) for key, value in zip(node.keys, node.values, strict=True)}  # type: ignore[arg-type]
         if isinstance(node, ast.Call):
             return self._called(node, of, depth)
         if isinstance(node, ast.IfExp):
@@ -202,18 +244,67 @@ class _Reader:
         return NAMES[name](*arguments) if known else COMPUTED
 
 
-def named_by(script: str) -> tuple[str, str | None, int | None] | None:
-    """The configuration file, its function and the number of processes of a command in a shell script, if there are."""
-    lines = [line.partition("#")[0] for line in script.replace("\\\n", " ").splitlines()]
-    text = next((line for line in lines if CONFIG_OPTION.search(line)), "")
-    found, processes = CONFIG_OPTION.search(text), PROCESSES.search(text)
-    if found is None:
-        return None
-    return found["file"], found["function"], int(processes["number"]) if processes else None
+@dataclass(frozen=True)
+class Start:
+    """A command that starts a run: its configuration file, the function in it, and what the command says itself.
+
+    Attributes:
+        gpus: its number of processes; text where the script does not say it.
+        settings: path -> value, of the words `--config.path=value`.
+    """
+
+    file: str
+    function: str | None = None
+    gpus: Any = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_config(file: Path, function: str | None, processes: int | None = None) -> list[Override]:
-    """All settings of a function's config, or of the file's own lines, with the number of GPUs as `gpus`.
+def named_by(script: str, source: str = "the script") -> Start | None:
+    """The command of a shell script that names a configuration, if there is one.
+
+    Raises:
+        ConfigError: there are several, of different runs.
+    """
+    starts = list[Start]()
+    for words, _ in commands(script, source):
+        given = _options(words)
+        found = CONFIG_FILE.match(given.get("config", ""))
+        if found and (start := Start(found["file"], found["function"], _gpus(given), _settings(given))) not in starts:
+            starts.append(start)
+    if len(starts) > 1:
+        named = ", ".join(f"{start.file}:{start.function}" for start in starts)
+        raise ConfigError(f"{source} starts {len(starts)} runs ({named}): give one of them")
+    return starts[0] if starts else None
+
+
+def _options(words: list[str]) -> dict[str, str]:
+    """Name -> value of `--name=value` and `--name value`; `true` where it has none."""
+    found: dict[str, str] = {}
+    for word, follows in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith("--"):
+            name, has_value, value = word[2:].partition("=")
+            found[name] = value if has_value else "true" if follows.startswith("--") else follows
+    return found
+
+
+def _gpus(given: Mapping[str, str]) -> Any:
+    total, each, nodes = (
+        next((value_of(given[name]) for name in names if name in given), None) for names in (PROCESSES, PER_NODE, NODES)
+    )
+    if total is not None or each is None:
+        return total
+    counted = isinstance(each, int) and isinstance(nodes or 1, int)
+    return each * (nodes or 1) if counted else f"{nodes or 1} x {each}"
+
+
+def _settings(given: Mapping[str, str]) -> dict[str, Any]:
+    begins = SETTING.removeprefix("--")
+    return {name.removeprefix(begins): value_of(text) for name, text in given.items() if name.startswith(begins)}
+
+
+def read_config(file: Path, function: str | None, start: Start | None = None) -> list[Override]:
+    """All settings of a function's config, or of the file's own lines, with the number of GPUs as `gpus`; what the
+    command that starts it says goes before.
 
     Raises:
         ConfigError: the file or the function is not there, is no Python, or sets nothing.
@@ -230,8 +321,8 @@ def read_config(file: Path, function: str | None, processes: int | None = None) 
         raise ConfigError(f"{file} has sums too long to be read: write shorter ones") from error
     if not reader.settings:
         raise ConfigError(f"{file} holds no line of the form config.field = value there: give a function that has some")
-    gpus = processes or reader.gpus
-    settings = ({"gpus": gpus} if gpus is not None else {}) | reader.settings
+    gpus = reader.gpus if start is None or start.gpus is None else start.gpus
+    settings = ({"gpus": gpus} if gpus is not None else {}) | reader.settings | dict(start.settings if start else {})
     return [Override(path, value) for path, value in settings.items()]
 
 
@@ -276,9 +367,15 @@ def _beside(tree: ast.Module, file: Path) -> Iterator[tuple[str, Path]]:
             yield name, file.parent / found
 
 
+def _joined(above: str, key: Any) -> str:
+    return f"{above}.{key}" if above else str(key)
+
+
 def _dotted(node: ast.expr) -> list[str]:
     if isinstance(node, ast.Attribute):
         return [*_dotted(node.value), node.attr]
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
+        return [*_dotted(node.value), node.slice.value]
     return [node.id] if isinstance(node, ast.Name) else [""]
 
 
@@ -304,10 +401,13 @@ def _parts(node: ast.expr) -> list[ast.expr]:
 
 
 def _operated(node: ast.expr, parts: list[Any]) -> Any:
-    if isinstance(node, ast.BoolOp):
-        return all(parts) if isinstance(node.op, ast.And) else any(parts)
+    if isinstance(node, ast.BoolOp):  # the value that decides it, as in `given or 10`
+        decides = (part for part in parts if bool(part) is isinstance(node.op, ast.Or))
+        return next(decides, parts[-1])
     if isinstance(node, ast.UnaryOp):
-        return not parts[0] if isinstance(node.op, ast.Not) else -parts[0]
+        if isinstance(node.op, ast.Not):
+            return not parts[0]
+        return parts[0] if isinstance(node.op, ast.UAdd) else -parts[0]
     if isinstance(node, ast.BinOp) and not all(isinstance(part, int | float) for part in parts):
         return COMPUTED
     op = node.ops[0] if isinstance(node, ast.Compare) else node.op if isinstance(node, ast.BinOp) else None

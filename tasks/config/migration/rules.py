@@ -191,6 +191,18 @@ def _micro_batch(path: str, value: Any, given: Given) -> Taken:
     return Taken({path: fits, f"{ROLLOUT}.micro_batch_size": sampled}, note)
 
 
+def _denoised_together(path: str, value: Any, given: Given) -> Outcome:
+    if f"{ACTOR}.ppo_micro_batch_size_per_gpu" in given:
+        return Elsewhere("the rollout samples as many together as the update takes, for equal bits")
+    return Taken({f"{ROLLOUT}.micro_batch_size": value})
+
+
+def _rollout_seed(path: str, value: Any, given: Given) -> Outcome:
+    if "data.seed" in given:
+        return Elsewhere("data.seed is the one seed of data, rollout and weights")
+    return Taken({"trainer.seed": value}, ONE_SEED)
+
+
 def _model_dtype(path: str, value: Any, given: Given) -> Taken:
     names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
     dtype = names.get(str(value), str(value))
@@ -377,7 +389,8 @@ RECORDED = Elsewhere("log-probs are recorded wherever the loss reads them")
 BY_LOSS = Elsewhere("the loss says which copies of the weights are kept, and which of them samples")
 TRACKED = Elsewhere("metrics and pictures go to MLflow: tracking.uri, tracking.pictures")
 MEMORY = Elsewhere("nothing is reserved: the estimate before the start says whether a run fits (docs/training.md)")
-SEEDED = renamed("trainer.seed", note="one seed for data, rollout and weights")
+ONE_SEED = "one seed for data, rollout and weights"
+SEEDED = renamed("trainer.seed", note=ONE_SEED)
 SHARDED = Elsewhere(
     "FSDP2 shards over all trainer ranks; frozen weights stay whole with fsdp_config.shard_frozen=false"
 )
@@ -465,7 +478,7 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}.gpu_memory_utilization": MEMORY,
     f"{ROLLOUT}.enforce_eager": renamed(f"{ROLLOUT}.vllm_omni.enforce_eager"),
     f"{ROLLOUT}.step_execution": renamed(f"{ROLLOUT}.vllm_omni.step_execution"),
-    f"{ROLLOUT}.max_num_seqs": renamed(f"{ROLLOUT}.micro_batch_size"),
+    f"{ROLLOUT}.max_num_seqs": _denoised_together,
     f"{ROLLOUT}.engine_kwargs.vllm_omni.max_num_seqs": Elsewhere(
         "samples denoised together are rollout.micro_batch_size, here the update's, for equal bits"
     ),
@@ -477,7 +490,7 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}.max_prompt_embed_length": ENCODED,
     f"{ROLLOUT}.calculate_log_probs": RECORDED,
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": OLD_LOG_PROBS,
-    f"{ROLLOUT}.seed": SEEDED,
+    f"{ROLLOUT}.seed": _rollout_seed,
     f"{ROLLOUT}.pipeline.max_sequence_length": _same("embeddings of another length are refused"),
     f"{ROLLOUT}.pipeline.output_type": BOTH_KINDS,
     f"{ROLLOUT}.algo.sample_strategy": renamed(f"{ROLLOUT}.algo.sde_window_mode"),

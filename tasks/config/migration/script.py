@@ -34,8 +34,16 @@ THEIRS = re.compile(r"^verl(?:_omni)?\.")
 ENDS_COMMAND = re.compile(r"^(?:\|\|?|&&?|;|\d*[<>].*)$")
 ASSIGNMENT = re.compile(r"^(?P<name>[A-Za-z_]\w*)(?P<adds>\+?)=(?P<value>.*)$", re.DOTALL)
 DECLARES = ("export", "local", "readonly", "declare")
+BEGINS = ("then", "else", "do")
+"""Words before a command that is one of a branch or a loop."""
+UNCOMMENTED = re.compile(r"""(?:\s*+(?!\#)(?:[^\s'"\\]|\\.|'[^']*'|"(?:\\.|[^"\\])*")++)*+""", re.DOTALL)
+"""A line's words up to one that begins with #, or to a quote that nothing closes."""
+ENTRY = re.compile(r"(?<=[{,])(?P<key>\s*[\w.-]+):(?=\S)")
+"""Hydra's mappings need no blank behind a key, YAML's do."""
 VARIABLE = re.compile(r"\$(?:\{(?P<braced>[A-Za-z_]\w*)(?::?[-=](?P<default>[^{}]*))?\}|(?P<plain>[A-Za-z_]\w*))")
 ARITHMETIC = re.compile(r"\$\(\((?P<sum>[^()]*(?:\([^()]*\)[^()]*)*)\)\)")
+UNFILLED = re.compile(r"\$(?:\{[^{}]*\}?|\(|[A-Za-z_]\w*|[\d@*#?])|`")
+"""What a shell or OmegaConf puts something in place of, and nothing here does."""
 COMMAND = re.compile(r"\$\([^()]*(?:\([^()]*\)[^()]*)*\)")
 UNKNOWN = "$SET_BY_A_COMMAND"
 TWO_NUMBERS = re.compile(r"^(?=.*\.)[\d.eE+-]+_[\d.eE+-]+$")
@@ -76,25 +84,50 @@ def read_overrides(text: str, source: str = "the script") -> list[Override]:
         ConfigError: there is none, or a line with one cannot be read.
     """
     found: dict[str, Override] = {}
-    variables: dict[str, str] = {}
-    for number, line, in_array in _without_brackets(_lines(text)):
-        place = f"{source}, line {number}"
-        words = _words(_filled(line, variables, place), place)
-        if in_array:
-            found |= {override.path: override for override in _overrides(words, start=0)}
-            continue
-        assigned = [ASSIGNMENT.match(word) for word in words if word not in DECLARES]
-        if all(assigned) and not any(OVERRIDE.match(word) for word in words):
-            for match in filter(None, assigned):
-                before = variables.get(match["name"], "") if match["adds"] else ""
-                variables[match["name"]] = before + match["value"]
-            continue
-        found |= {override.path: override for override in _overrides(words)}
+    for command, in_array in commands(text, source):
+        found |= {override.path: override for override in _overrides(command, start=0 if in_array else None)}
     if not found:
         raise ConfigError(
             f"{source} holds no override of the form section.field=value: give a script that starts a run"
         )
     return list(found.values())
+
+
+def commands(text: str, source: str) -> Iterator[tuple[list[str], bool]]:
+    """The words of each command of a script that does more than give variables values, and whether they are an array's.
+
+    Raises:
+        ConfigError: a line with an override cannot be read.
+    """
+    variables: dict[str, str] = {}
+    for number, line, in_array in _without_brackets(_lines(text)):
+        place = f"{source}, line {number}"
+        words = _words(_filled(line, variables, place), place)
+        for command in [words] if in_array else _commands(words):
+            if in_array or not _assigns(command, variables):
+                yield command, in_array
+
+
+def _commands(words: list[str]) -> Iterator[list[str]]:
+    """Those of one line, without the words that put them into a branch or a loop."""
+    command: list[str] = []
+    for word in [*words, ";"]:
+        if word.strip(";"):
+            command.append(word)
+            continue
+        yield command[1:] if command and command[0] in BEGINS else command
+        command = []
+
+
+def _assigns(words: list[str], variables: dict[str, str]) -> bool:
+    """Whether a command gives variables values, which are then noted, and does nothing else."""
+    assigned = [ASSIGNMENT.match(word) for word in words if word not in DECLARES]
+    if not all(assigned) or any(OVERRIDE.match(word) for word in words):
+        return False
+    for match in filter(None, assigned):
+        before = variables.get(match["name"], "") if match["adds"] else ""
+        variables[match["name"]] = before + match["value"]
+    return True
 
 
 def _overrides(words: list[str], start: int | None = None) -> Iterator[Override]:
@@ -104,15 +137,15 @@ def _overrides(words: list[str], start: int | None = None) -> Iterator[Override]
     for index, word in enumerate(words):
         is_own, override = start <= index < end, OVERRIDE.match(word)
         if override:
-            yield Override(override["path"], _value(override["value"]))
+            yield Override(override["path"], value_of(override["value"]))
         elif is_own and (other := OTHER.match(word)):
             yield Override(
-                other["taken_away"] or other["path"], None if other["taken_away"] else _value(other["value"])
+                other["taken_away"] or other["path"], None if other["taken_away"] else value_of(other["value"])
             )
         elif is_own and (flag := FLAG.match(word)):
             follows = words[index + 1] if index + 1 < end and flag["value"] is None else ""
             told = flag["value"] if not follows or follows.startswith(("-", "$")) or "=" in follows else follows
-            yield Override(flag["path"], None if told is None else _value(told))
+            yield Override(flag["path"], None if told is None else value_of(told))
 
 
 def _own_words(words: list[str]) -> int:
@@ -160,8 +193,13 @@ def _without_brackets(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, s
 
 
 def _words(line: str, place: str) -> list[str]:
+    """As a shell takes them apart, `;` among them; # begins a comment in front of a word, and not within one."""
+    words = UNCOMMENTED.match(line)
+    end = words.end() if words else 0
+    lexer = shlex.shlex(line[:end] if line[end:].lstrip().startswith("#") else line, posix=True, punctuation_chars=";")
+    lexer.whitespace_split, lexer.commenters = True, ""
     try:
-        return shlex.split(line, comments=True)
+        return list(lexer)
     except ValueError as error:
         if any(OVERRIDE.match(word) for word in line.split()):
             raise ConfigError(f"{place} cannot be read as a shell would ({error}): mend its quotes") from error
@@ -206,7 +244,7 @@ def _number(node: ast.expr, variables: dict[str, str]) -> int:
     raise TypeError(node)
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
     """As YAML, and text where that fails; numbers like 1e-5, which YAML 1.1 takes for text, are numbers.
 
     0.5_5 is text: verl writes two bounds so, which YAML 1.1 and Python read as 0.55.
@@ -214,7 +252,7 @@ def _value(text: str) -> Any:
     if TWO_NUMBERS.match(text):
         return text
     try:
-        value = yaml.safe_load(text)
+        value = yaml.safe_load(ENTRY.sub(r"\g<key>: ", text) if text.startswith("{") else text)
     except NO_YAML:
         return text
     if isinstance(value, str):

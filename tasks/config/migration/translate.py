@@ -12,7 +12,7 @@ from tasks.config.migration.outcome import Elsewhere, Given, Outcome, Problem, S
 from tasks.config.migration.python_config import COMPUTED
 from tasks.config.migration.rewards import untrained
 from tasks.config.migration.rules import VERL_OMNI
-from tasks.config.migration.script import UNKNOWN, VARIABLE, Override
+from tasks.config.migration.script import UNFILLED, UNKNOWN, Override
 from tasks.config.presets import tree_of
 from tasks.config.tree import TrainConfig
 from tasks.config.unread import without_effect
@@ -89,7 +89,7 @@ def _refusal(
         return Elsewhere("another program says it: set it yourself")
     if COMPUTED in str(value):
         return Elsewhere("the file computes it: set it yourself")
-    if VARIABLE.search(str(value)) and not _is_path(path):
+    if UNFILLED.search(str(value)) and not _is_path(path):
         return Elsewhere("set elsewhere: set it yourself")
     has_parts = any(field.startswith(f"{path}.") for field in fields) and path not in system.rules
     if has_parts and (value is not None or any(other.startswith(f"{path}.") for other in (*told, *system.defaults))):
@@ -118,7 +118,7 @@ def _said(path: str, value: Any, outcome: Outcome | None, fields: frozenset[str]
     if isinstance(outcome, Problem):
         return "problem", outcome.why
     if isinstance(outcome, Taken):
-        unfilled = VARIABLE.search(str(list(outcome.settings.values())))
+        unfilled = UNFILLED.search(str(list(outcome.settings.values())))
         note = f"{unfilled[0]} in it is not filled in here: write what it stands for" if unfilled else ""
         if outcome.settings == {path: value}:
             return "taken", "; ".join(filter(None, (outcome.text() if outcome.note else "", note)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from flows.lora_for_server import convert
 from models.families.base import DiffusionModelConfig
 from models.families.qwen_image import QwenImage
 from models.rollout.diffusers import DiffusersRolloutEngine
-from models.weights.trainable import check_initial_weights, export_weights
+from models.weights.trainable import check_initial_weights, export_weights, make_trainable, trainable
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
 from tasks.run.model_checks import check_stored
@@ -192,6 +193,15 @@ def test_a_model_whose_files_are_cut_off_is_refused(tiny_model: Path, component:
         check_stored(model_config(folder), encodes=True)
 
 
+@pytest.mark.parametrize("component", ["transformer", "vae", "text_encoder"])
+def test_a_model_whose_weights_are_a_variant_alone_is_refused(tiny_model: Path, component: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (file,) = (folder / component).glob("*.safetensors")
+    file.rename(file.with_suffix(".fp16.safetensors"))
+    with pytest.raises(ConfigError, match=rf"whose {component} has its weights in a variant alone \({file.stem}.fp16"):
+        check_stored(model_config(folder), encodes=True)
+
+
 def test_shards_of_text_encoders_may_be_missing_where_embeddings_are_on_disk(tiny_model: Path, tmp_path: Path) -> None:
     """Who fetches only what is loaded has their index all the same, which is a small file."""
     folder = shutil.copytree(tiny_model, tmp_path / "model")
@@ -261,6 +271,38 @@ def test_lora_weights_that_do_not_say_what_they_are(
     save_file(load_file(exported["lora"] / name), tmp_path / name)
     with pytest.raises(ValueError, match=r"safetensors does not say its r: give an export of this project"):
         check_initial_weights(QwenImage, model_config(tiny_model, **KINDS["lora"], initial_weights=str(tmp_path)))
+
+
+def test_an_export_of_many_targets_is_of_the_run_that_made_it(tiny_model: Path, tmp_path: Path) -> None:
+    """Of twenty names and more peft makes shorter ones; a name may also stand there twice."""
+    whole = QwenImage.load_transformer(model_config(tiny_model), torch.float32)
+    names = [name for name, module in whole.named_modules() if isinstance(module, torch.nn.Linear)]
+    for number, targets in enumerate((names, ["attn.to_q", "attn.to_q"])):
+        config = model_config(tiny_model, **KINDS["lora"], target_modules=tuple(targets))
+        module = QwenImage.load_transformer(config, torch.float32)
+        make_trainable(QwenImage, module, config)
+        export_weights(QwenImage, config, trainable(module), tmp_path / str(number))
+        check_weights(config, tmp_path / str(number))
+    assert len(names) >= 20
+
+
+@pytest.mark.parametrize("other", [{"use_rslora": True}, {"alpha_pattern": {"attn.to_q": 32}}])
+def test_a_lora_that_another_tool_scales_by_another_number_is_refused(
+    tiny_model: Path, exported: dict[str, Path], tmp_path: Path, other: dict[str, Any]
+) -> None:
+    with safe_open(exported["lora"] / LORA_FILE, "pt") as file:
+        said = json.loads(file.metadata()["lora_adapter_metadata"])
+    changed = said | {f"transformer.{name}": value for name, value in other.items()}
+    (tmp_path / "other").mkdir()
+    save_file(
+        load_file(exported["lora"] / LORA_FILE),
+        tmp_path / "other" / LORA_FILE,
+        {"format": "pt", "lora_adapter_metadata": json.dumps(changed)},
+    )
+    with pytest.raises(ConfigError, match=f"was trained with {next(iter(other))}, so that it is scaled by another"):
+        check_weights(model_config(tiny_model, **KINDS["lora"]), tmp_path / "other")
+    with pytest.raises(ConfigError, match=f"was trained with {next(iter(other))}"):
+        convert(tmp_path / "other", tmp_path / "served", tiny_model)
 
 
 @pytest.mark.parametrize(

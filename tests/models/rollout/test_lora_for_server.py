@@ -5,13 +5,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.served_lora import draw_lora
 from flows.lora_for_server import convert
-from models.weights.trainable import LORA_FILE
+from models.families.qwen_image import QwenImage
+from models.rollout.vllm_omni.lora_names import packed
+from models.weights.trainable import LORA_FILE, export_weights, make_trainable, trainable
+from tasks.config.errors import ConfigError
+from tests.support.helpers import model_config
 from tests.support.tiny_models import FAMILIES
 
 PARTS = {"to_qkv": ("to_q", "to_k", "to_v"), "add_kv_proj": ("add_q_proj", "add_k_proj", "add_v_proj")}
@@ -56,3 +61,19 @@ def test_where_the_server_knows_the_parts_they_stay(tmp_path: Path) -> None:
     renamed = {f"base_model.model.{name}".replace("to_out.0", "to_out"): tensor for name, tensor in exported.items()}
     assert served.keys() == renamed.keys()
     assert all(torch.equal(served[name], renamed[name]) for name in served)
+
+
+def test_what_a_server_would_leave_out_is_refused(tmp_path: Path) -> None:
+    FAMILIES["qwen_image"].save(tmp_path / "model")
+    config = model_config(tmp_path / "model", lora_rank=4, target_modules=("img_in",))
+    module = QwenImage.load_transformer(config, torch.float32)
+    make_trainable(QwenImage, module, config)
+    export_weights(QwenImage, config, trainable(module), tmp_path / "exported")
+    with pytest.raises(ConfigError, match="has LoRA weights of img_in, which vLLM-Omni's server leaves out"):
+        convert(tmp_path / "exported", tmp_path / "served", tmp_path / "model")
+
+
+@pytest.mark.parametrize(("name", "shape"), [("lora_A.weight", (4, 3, 2, 2)), ("lora_magnitude_vector", (4,))])
+def test_what_is_no_matrix_is_refused_by_its_name(name: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=rf"proj\.{name} is no matrix"):
+        packed({f"proj.{name}": torch.zeros(shape)}, {})

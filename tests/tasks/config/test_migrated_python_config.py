@@ -9,7 +9,7 @@ import pytest
 from tasks.config.errors import ConfigError, field_paths
 from tasks.config.migration.flow_grpo import FLOW_GRPO, READS, RULES
 from tasks.config.migration.outcome import Elsewhere, Problem, Taken
-from tasks.config.migration.python_config import COMPUTED, named_by, read_config
+from tasks.config.migration.python_config import COMPUTED, Start, named_by, read_config
 from tasks.config.migration.script import Override
 from tasks.config.migration.translate import Translation, translate
 from tasks.config.overrides import flat
@@ -90,7 +90,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def made(file: Path, function: str, processes: int | None = None) -> Translation:
-    return translate(read_config(file, function, processes), FLOW_GRPO)
+    return translate(read_config(file, function, Start(str(file), gpus=processes)), FLOW_GRPO)
 
 
 def test_a_function_is_read_as_python_would_run_it(file: Path) -> None:
@@ -189,9 +189,62 @@ def test_what_cannot_be_read_is_said(file: Path, tmp_path: Path) -> None:
 
 def test_a_command_names_its_configuration() -> None:
     launch = "# --config no.py:no\naccelerate launch --num_processes=4 \\\n train.py --config {} # --config no.py\n"
-    assert named_by(launch.format("config/grpo.py:ocr")) == ("config/grpo.py", "ocr", 4)
-    assert named_by(launch.format("config/grpo.py")) == ("config/grpo.py", None, 4)
+    assert named_by(launch.format("config/grpo.py:ocr")) == Start("config/grpo.py", "ocr", 4)
+    assert named_by(launch.format("config/grpo.py")) == Start("config/grpo.py", None, 4)
     assert named_by("python -m verl_omni.trainer.main_diffusion a.b=c") is None
+
+
+@pytest.mark.parametrize(
+    ("command", "start"),
+    [
+        (
+            'torchrun --nproc_per_node=4 --nnodes 2 t.py --config="c/nft.py:ocr" --config.train.ema --config.a.b 1e-5',
+            Start("c/nft.py", "ocr", 8, {"train.ema": True, "a.b": 1e-5}),
+        ),
+        ("CFG=c/grpo.py:ocr\nlaunch --num_processes $N t.py --config $CFG", Start("c/grpo.py", "ocr", "$N")),
+    ],
+)
+def test_what_the_command_says_itself_is_read(command: str, start: Start) -> None:
+    assert named_by(command) == start
+
+
+def test_a_setting_of_the_command_goes_before_the_functions(file: Path) -> None:
+    start = Start(str(file), settings={"sample.num_steps": 14, "own": "x"})
+    found = {one.path: one.value for one in read_config(file, "ocr", start)}
+    assert (found["sample.num_steps"], found["own"]) == (14, "x")
+
+
+def test_a_script_of_several_runs_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"starts 2 runs \(a.py:one, a.py:two\): give one of them"):
+        named_by("python t.py --config a.py:one\npython t.py --config a.py:two\npython t.py --config a.py:one")
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ("shared(config)", {"sample.num_steps": 10}),
+        ("config.sample.update({'num_steps': 10})", {"sample.num_steps": 10}),
+        ("config.update(seed=3)", {"seed": 3}),
+        ("config['seed'] = 3", {"seed": 3}),
+        ("config.reward_fn['b'] = 2.0", {"reward_fn": {"a": 1.0, "b": 2.0}}),
+        ("config.seed, config.resolution = 3, 256", {"seed": 3, "resolution": 256}),
+        ("config.seed: int = 3", {"seed": 3}),
+        ("setattr(config.sample, 'num_steps', 10)", {"sample.num_steps": 10}),
+        ("steps = 0\n    config.sample.num_steps = steps or 10", {"sample.num_steps": 10}),
+        ("config.train.beta = +0.5", {"train.beta": 0.5}),
+        ("config.reward_fn = {**config.reward_fn}", {"reward_fn": {COMPUTED: {"a": 1.0}}}),
+        ("config.sample.update(more)", {"sample.update": COMPUTED}),
+        ("del config.seed", {"seed": COMPUTED}),
+    ],
+)
+def test_whatever_way_a_setting_is_made_it_is_read_or_told(lines: str, found: dict[str, Any], tmp_path: Path) -> None:
+    before = "config.seed = 1\n    config.reward_fn = {'a': 1.0}\n    config.sample = ml_collections.ConfigDict()\n"
+    (tmp_path / "run.py").write_text(
+        f"def shared(config):\n    config.sample.num_steps = 10\n\n"
+        f"def run():\n    {before}    config.train = ml_collections.ConfigDict()\n    {lines}\n"
+    )
+    made = {one.path: one.value for one in read_config(tmp_path / "run.py", "run")}
+    assert {path: made.get(path) for path in found} == found
 
 
 @pytest.mark.parametrize("value", ODD, ids=repr)

@@ -96,6 +96,38 @@ def test_values(text: str, value: Any) -> None:
     assert {one.path: one.value for one in found}.get("a.b") == value
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("M=a/Wan\nrun a.b=out/${M##*/} a.c=1 # a.d=2", {"a.b": "out/${M##*/}", "a.c": 1}),
+        ("run a.b=one#1 \\\n  a.c=1 # don't", {"a.b": "one#1", "a.c": 1}),
+        ("export M=/m; export N=4\na.b=$M a.c=$N", {"a.b": "/m", "a.c": 4}),
+        ("N=2\nif true; then N=5; fi\na.b=$N", {"a.b": 5}),
+        ("a.b={c:1,d:{e:x}} a.c='{\"f\":2}'", {"a.b": {"c": 1, "d": {"e": "x"}}, "a.c": {"f": 2}}),
+    ],
+)
+def test_a_line_is_taken_apart_as_a_shell_and_hydra_do(text: str, found: dict[str, Any]) -> None:
+    assert {one.path: one.value for one in read_overrides(text)} == found
+
+
+@pytest.mark.parametrize("value", ["${a.b}/x", "$1/x", "${2:-x}", "${M##*/}", "`date`"])
+def test_what_nothing_here_fills_in_is_told(value: str) -> None:
+    lines = made(f"trainer.default_local_dir='{value}' data.train_batch_size='{value}'").lines
+    assert "in it is not filled in here: write what it stands for" in str(lines[0])
+    assert str(lines[1]).endswith("set elsewhere: set it yourself")
+
+
+def test_of_two_fields_that_are_one_here_the_order_does_not_choose() -> None:
+    """The update's micro-batch goes before the rollout's, and the data's seed before the rollout's."""
+    rollout = "actor_rollout_ref.rollout"
+    lines = ["data.seed=7", f"{rollout}.seed=8", f"{rollout}.n=8", f"{rollout}.max_num_seqs=4"]
+    lines.append("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8")
+    for given in (lines, lines[::-1]):
+        config = made(" ".join(given)).config
+        assert config["trainer"]["seed"] == 7
+        assert config["actor_rollout_ref"]["rollout"]["micro_batch_size"] == 8
+
+
 def test_what_cannot_be_read_is_said() -> None:
     with pytest.raises(ConfigError, match=r"the script, line 2 cannot be read as a shell would .*: mend its quotes"):
         read_overrides("a.b=1\na.c='open\n")

@@ -65,6 +65,12 @@ def test_the_references_parquet_is_read_as_it_is(tmp_path: Path) -> None:
     assert [prompt.negative and prompt.negative.prompt for prompt in prompts] == ["blurred", " ", " "]
 
 
+def test_a_whole_number_that_a_picture_is_judged_by_is_its_target(tmp_path: Path) -> None:
+    rows = [row | {"reward_model": {"ground_truth": number}} for number, row in enumerate(reference_rows())]
+    pd.DataFrame(rows).to_parquet(tmp_path / "p.parquet")
+    assert table(str(tmp_path / "p.parquet"))["target"].tolist() == ["0", "1", "2"]
+
+
 def test_a_rows_own_target_goes_before_what_its_chat_is_judged_by(tmp_path: Path) -> None:
     pd.DataFrame([row | {"target": "OPEN"} for row in reference_rows()]).to_parquet(tmp_path / "p.parquet")
     assert table(str(tmp_path / "p.parquet"))["target"].tolist() == ["OPEN"] * 3
