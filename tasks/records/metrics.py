@@ -32,10 +32,12 @@ def compute_data_metrics_diffusion(batch: Mapping[str, Any]) -> dict[str, float]
     rewards, uids = np.asarray(batch["sample_level_rewards"], np.float64), np.asarray(batch["uid"])
     rewards = np.where(np.isfinite(rewards), rewards, np.nan).reshape(len(uids), -1).mean(1)
     groups = [rewards[uids == uid] for uid in np.unique(uids)]
-    deviations = [float(np.std(group[~np.isnan(group)])) for group in groups if (~np.isnan(group)).any()]
-    metrics = _spread("critic/rewards", rewards) | {
-        "critic/rewards/zero_std_ratio": float(np.mean([d == 0 for d in deviations])),
-        "critic/rewards/std_mean": float(np.mean(deviations)),
+    deviations = [float(np.std(group[~np.isnan(group)])) for group in groups if (~np.isnan(group)).sum() > 1]
+    metrics = _spread("critic/rewards", rewards)
+    if deviations:  # one sample has none
+        metrics["critic/rewards/zero_std_ratio"] = float(np.mean([d == 0 for d in deviations]))
+        metrics["critic/rewards/std_mean"] = float(np.mean(deviations))
+    metrics |= {
         "critic/rewards/group_size": len(rewards) / len(groups),
         "critic/rewards/missing": float(np.isnan(rewards).sum()),
         "critic/rewards/dropped_groups": float(sum((~np.isnan(group)).sum() < 2 for group in groups)),

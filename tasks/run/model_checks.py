@@ -5,6 +5,8 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
+
 from models.config.view import TRANSFORMER
 from models.families.base import DiffusionModelBase, DiffusionModelConfig, read_architecture
 from models.rollout.vllm_omni.engine import check_tensor_split, pipeline_class
@@ -83,7 +85,9 @@ def check_pipelines(config: TrainConfig, model_config: DiffusionModelConfig, tra
     """The model can be sampled as the run's and the validation's pipeline ask, by the engine that is to do it."""
     rollout, adapter = config.actor_rollout_ref.rollout, DiffusionModelBase.get_class(model_config)
     for pipeline in (rollout.pipeline, rollout.validation_pipeline()):
-        adapter.check_pipeline(replace(model_config, pipeline=pipeline))
+        asked = replace(model_config, pipeline=pipeline)
+        adapter.check_pipeline(asked)
+        _check_schedule(adapter, asked)
     if trains and config.algorithm.trainer_type == "direct_preference" and adapter.is_guided(rollout.pipeline):
         raise ConfigError(
             f"rollout.pipeline.{adapter.pipeline_fields[0]} asks for guidance, but loss "
@@ -94,6 +98,17 @@ def check_pipelines(config: TrainConfig, model_config: DiffusionModelConfig, tra
         _check_denoisers_place(config)
         pipeline_class(model_config)
         check_tensor_split(model_config, rollout.vllm_omni.tensor_parallel_size)
+
+
+def _check_schedule(adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig) -> None:
+    """The noise levels are numbers: a schedule that is stretched to a last level (Qwen-Image) has none for one step."""
+    with np.errstate(invalid="ignore"):
+        levels = adapter.build_scheduler(model_config).sigmas
+    if not bool(levels.isfinite().all()):
+        raise ConfigError(
+            f"the scheduler of {model_config.path} gives the noise levels {levels.tolist()} for num_inference_steps "
+            f"{model_config.pipeline.num_inference_steps}: take more steps"
+        )
 
 
 def _check_denoisers_place(config: TrainConfig) -> None:

@@ -50,7 +50,11 @@ READS: dict[str, tuple[str, dict[str, Any]]] = {
 """Their name of a reward -> ours, and what it must be given."""
 IN_UNITS = {"jpeg_compressibility": 500, "clipscore": 0.3}
 """Ours is so many times theirs: theirs are kB / 500, and CLIP's logits, 100 times the cosine, / 30."""
+IN_UNITS_OF_NFT = IN_UNITS | {"clipscore": 1}
+"""DiffusionNFT's scorer divides the logits by 100."""
 NOTES = {
+    "geneval": "geneval there grades counts by 1 - |found - wanted| / wanted, and share is the share of the conditions "
+    "that hold",
     "unifiedreward": "unifiedreward there is one final score of the judge / 5, and judge_grade the mean of "
     "(grade - 1) / 4 of three axes: weigh it anew beside other rewards",
 }
@@ -188,7 +192,7 @@ def _rewards(path: str, value: Any, given: Given) -> Outcome:
     settings: dict[str, Any] = {}
     for name, weight in value.items():
         reward, options = READS.get(name, (name, {}))
-        scale = IN_UNITS.get(name, 1)
+        scale = (IN_UNITS_OF_NFT if _is_nft(given) else IN_UNITS).get(name, 1)
         settings[f"{REWARDS}.{name}.reward"] = reward
         settings[f"{REWARDS}.{name}.weight"] = weight / scale if isinstance(weight, int | float) else weight
         settings |= {f"{REWARDS}.{name}.options.{option}": one for option, one in options.items()}

@@ -34,13 +34,17 @@ NUMBERS: dict[str, Number] = {
     "trainer.total_training_steps": Number(1, optional=True),
     "trainer.save_freq": Number(-1),
     "trainer.test_freq": Number(-1),
+    "data.train_batch_size": Number(1),
     "data.val_max_samples": Number(-1, optional=True),
     f"{ROLLOUT}.nnodes": Number(0),
     f"{ROLLOUT}.n_gpus_per_node": Number(1),
     f"{ROLLOUT}.tensor_model_parallel_size": Number(1, optional=True),
     f"{ROLLOUT}.n": Number(1),
     f"{ROLLOUT}.pipeline.num_frames": Number(1, optional=True),
+    "algorithm.timestep_fraction": Number(0, whole=False),
+    f"{ROLLOUT}.pipeline.num_inference_steps": Number(1),
     f"{ACTOR}.ppo_mini_batch_size": Number(1),
+    f"{ACTOR}.ppo_epochs": Number(1),
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": Number(1, optional=True),
     f"{ACTOR}.optim.lr_warmup_steps": Number(-1, optional=True),
     f"{ACTOR}.optim.lr_warmup_steps_ratio": Number(0, whole=False, optional=True),
@@ -135,11 +139,15 @@ def _warm_up(path: str, value: Any, given: Given) -> Outcome:
         return Taken({f"{ACTOR}.optim.lr_warmup_steps": 0})
     if steps is None:
         return Elsewhere(f"warm-up is counted in optimiser steps here: set {ACTOR}.optim.lr_warmup_steps")
-    return Taken({f"{ACTOR}.optim.lr_warmup_steps": int(value * steps)}, "of optimiser steps, not of iterations")
+    warm = int(value * steps) * _updates(given)
+    return Taken({f"{ACTOR}.optim.lr_warmup_steps": warm}, "in optimiser steps, where theirs are iterations")
 
 
 def _warm_up_steps(path: str, value: Any, given: Given) -> Outcome:
-    return Taken({path: value}) if value >= 0 else Elsewhere("below 0 its ratio counts")
+    if value < 0:
+        return Elsewhere("below 0 its ratio counts")
+    updates = _updates(given)
+    return Taken({path: value * updates}, "in optimiser steps, where theirs are iterations" if updates > 1 else "")
 
 
 def _schedule(path: str, value: Any, given: Given) -> Outcome:
@@ -157,6 +165,43 @@ def _schedule(path: str, value: Any, given: Given) -> Outcome:
     kwargs = {argument: number for argument, number in arguments.items() if number is not None}
     settings = {f"{optim}.lr_scheduler_type": "cosine_with_min_lr" if floor else name}
     return Taken(settings | ({f"{optim}.lr_scheduler_kwargs": kwargs} if kwargs else {}))
+
+
+def _updates(given: Given) -> int:
+    """Optimiser steps of an iteration; 1 where the script leaves open how many."""
+    prompts, mini = given.get("data.train_batch_size"), given.get(f"{ACTOR}.ppo_mini_batch_size", 256)
+    return max(prompts // mini, 1) * given.get(f"{ACTOR}.ppo_epochs", 1) if prompts else 1
+
+
+def _kl(path: str, value: Any, given: Given) -> Outcome:
+    """Theirs divides by what its scheduler hands on: g with sde, the whole deviation with the other kernels."""
+    if not value:
+        return Taken({path: value})
+    if given.get(f"{ROLLOUT}.algo.sde_type", "sde") == "sde":
+        return Taken(
+            {path: value, f"{ACTOR}.kl_loss_type": "flow_grpo"}, "of the form without the step length, as there"
+        )
+    return Taken(
+        {path: value, f"{ACTOR}.kl_loss_type": "gaussian"}, "of the whole deviation, as there with this kernel"
+    )
+
+
+def _levels(path: str, value: Any, given: Given) -> Outcome:
+    """Theirs draws so many of all levels; the share of that name here cuts the clean end off."""
+    if value == 1:
+        return Elsewhere("every level, as here")
+    trained = max(int(given.get(f"{ROLLOUT}.pipeline.num_inference_steps", 10) * value), 1)
+    return Taken({"algorithm.num_train_timesteps": trained}, "noise levels of each sample, drawn of all")
+
+
+def _old_policy(path: str, value: Any, given: Given) -> Outcome:
+    updates = _updates(given)
+    if value == "copy" or updates == 1:
+        return Taken({path: value})
+    note = f"counted in optimiser steps here, of which an iteration has {updates}, and there in iterations"
+    return Taken(
+        {path: value}, f"{note}: it goes {updates} times as fast; algorithm.old_policy_decay is a constant one"
+    )
 
 
 def _loggers(path: str, value: Any, given: Given) -> Outcome:
@@ -349,10 +394,10 @@ def _needs_no_old_log_probs(given: Given) -> bool:
     return any(FINISHED_SAMPLES.items() <= PRESETS.get(str(name), {}).items() for name in names)
 
 
-def _is(given: Given, algorithm: str, family: str) -> bool:
-    """Is it this algorithm on a model of this family?"""
+def _is(given: Given, algorithm: str, family: str | None = None) -> bool:
+    """Is it this algorithm, on a model of this family?"""
     named = given.get(f"{MODEL}.algorithm"), given.get(f"{ACTOR}.diffusion_loss.loss_mode")
-    return algorithm in named and _family(given) is FAMILIES[family]
+    return algorithm in named and (family is None or _family(given) is FAMILIES[family])
 
 
 def _resume(path: str, value: Any, given: Given) -> Outcome:
@@ -440,10 +485,7 @@ RULES: dict[str, Rule] = {
         {f"{ACTOR}.use_kl_loss": bool(value)} | ({f"{ACTOR}.kl_loss_coef": value} if value else {})
     ),
     f"{ACTOR}.diffusion_loss.add_kl_coefficient": Elsewhere("grpo_guard's coefficient is always applied"),
-    f"{ACTOR}.use_kl_loss": lambda path, value, given: Taken(
-        {path: value} | ({f"{ACTOR}.kl_loss_type": "flow_grpo"} if value else {}),
-        "of the form without the step length, as there" if value else "",
-    ),
+    f"{ACTOR}.use_kl_loss": _kl,
     f"{ACTOR}.optim.lr_warmup_steps": _warm_up_steps,
     f"{ACTOR}.optim.lr_warmup_steps_ratio": _warm_up,
     f"{ACTOR}.optim.lr_scheduler_type": _schedule,
@@ -501,6 +543,8 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}.external_lib": renamed(f"{MODEL}.external_lib"),
     # algorithm
     "algorithm.adv_estimator": _estimator,
+    "algorithm.timestep_fraction": _levels,
+    "algorithm.old_policy_decay_schedule": _old_policy,
     f"{CORRECTION}.bypass_mode": _bypass,
     f"{CORRECTION}.loss_type": Elsewhere("the ratio is the loss's own"),
     f"{CORRECTION}.rollout_rs": _correcting_mode,
@@ -568,6 +612,11 @@ DEFAULTS: dict[str, Any] = {
     f"{ACTOR}.diffusion_loss.dpo_beta": 2000.0,
     f"{ACTOR}.diffusion_loss.nft_beta": 0.5,
     f"{ACTOR}.kl_loss_coef": lambda given: 0.001 if given.get(f"{ACTOR}.use_kl_loss") else None,
+    # What the algorithm's name sets here and leaves alone there.
+    f"{ACTOR}.use_kl_loss": lambda given: False if _is(given, "diffusion_nft") else None,
+    "algorithm.old_policy_decay_schedule": lambda given: "copy" if _is(given, "diffusion_nft") else None,
+    f"{ACTOR}.diffusion_loss.clip_ratio": lambda given: 1e-4 if _is(given, "grpo_guard") else None,
+    f"{ROLLOUT}.algo.sde_type": lambda given: "sde" if _is(given, "dance_grpo") else None,
     f"{ACTOR}.fsdp_config.gradient_checkpointing": True,
     f"{ACTOR}.fsdp_config.param_dtype": "bfloat16",
     # They divide gradients after every pass, which of LoRA's few is no matter.

@@ -156,7 +156,7 @@ def gdpo_reference(scores: dict[str, list[float]], weights: dict[str, float], gr
 @pytest.mark.parametrize("missing", [0.0, 0.2])
 def test_gdpo_against_the_reference(missing: float) -> None:
     draw = random.Random(5)
-    weights = {"ocr": 1.0, "taste": 0.3, "watched": 0.0}
+    weights = {"ocr": 1.0, "taste": -0.3, "watched": 0.0}
     for _ in range(20):
         groups = [draw.choice("abcdefgh") for _ in range(25)]
         scores = {name: [NAN if draw.random() < missing else draw.gauss(3.0, 2.0) for _ in groups] for name in weights}

@@ -100,6 +100,12 @@ def test_a_reward_of_flow_grpo_weighs_what_it_does_there(name: str, theirs: floa
     assert functions(one)[name]["weight"] * ours == pytest.approx(0.7 * theirs)
 
 
+def test_clip_scores_of_diffusion_nft_are_cosines() -> None:
+    """Its scorer divides CLIP's logits by 100, flow_grpo's by 30."""
+    one = translate([Override("beta", 0.1), Override("reward_fn", {"clipscore": 0.7})], FLOW_GRPO)
+    assert functions(one)["clipscore"]["weight"] == 0.7
+
+
 def test_what_differs_by_more_than_a_unit_is_told() -> None:
     one = translate([Override("reward_fn", {"unifiedreward": 0.7, "clipscore": 1.0})], FLOW_GRPO)
     assert functions(one)["unifiedreward"]["weight"] == 0.7

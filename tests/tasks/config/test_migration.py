@@ -440,6 +440,49 @@ def test_a_share_of_the_steps_is_rounded_down_as_there_and_their_number_goes_bef
         assert flat(config)[warm_up] == steps
 
 
+UPDATES = "data.train_batch_size=24\nactor_rollout_ref.actor.ppo_mini_batch_size=12\n"
+NFT = f"{MODEL}.algorithm=diffusion_nft\nalgorithm.trainer_type=direct_preference\n"
+
+
+@pytest.mark.parametrize(("kernel", "form"), [("sde", "flow_grpo"), ("cps", "gaussian"), ("dance_sde", "gaussian")])
+def test_a_kl_is_of_the_deviation_that_their_kernel_hands_on(kernel: str, form: str) -> None:
+    """Of the whole one but for sde, whose g it is: see `FlowMatchSDEDiscreteScheduler.sample_previous_step` there."""
+    script = f"{RUN}{ACTOR}.use_kl_loss=True\n{ROLLOUT}.algo.noise_level=0.8\n{ROLLOUT}.algo.sde_type={kernel}"
+    assert TrainConfig.model_validate(made(script).config).actor_rollout_ref.actor.kl_loss_type == form
+
+
+def test_what_an_algorithms_name_sets_here_is_what_it_is_there() -> None:
+    """A silence of theirs is the field's default, whatever the algorithm."""
+    nft = TrainConfig.model_validate(made(f"{RUN}{NFT}").config)
+    assert nft.algorithm.old_policy_decay_schedule == "copy"
+    assert not nft.actor_rollout_ref.actor.use_kl_loss
+    weighed = made(f"{RUN}{NFT}{ACTOR}.diffusion_loss.ref_kl_coef=0.002").config
+    actor = TrainConfig.model_validate(weighed).actor_rollout_ref.actor
+    assert (actor.use_kl_loss, actor.kl_loss_coef) == (True, 0.002)
+    guard = flat(made(f"{RUN}{ACTOR}.diffusion_loss.loss_mode=grpo_guard").config)
+    assert guard[f"{ACTOR}.diffusion_loss.clip_ratio"] == 1e-4
+    dance = flat(made(f"{RUN}{MODEL}.algorithm=dance_grpo").config)
+    assert dance[f"{ROLLOUT}.algo.sde_type"] == "sde"
+
+
+def test_a_share_of_the_levels_is_drawn_of_all() -> None:
+    """timestep_fraction here leaves out the clean end, and there another part for each sample."""
+    half = flat(made(f"{RUN}{NFT}algorithm.timestep_fraction=0.55").config)
+    assert half["algorithm.num_train_timesteps"] == 5
+    assert "algorithm.timestep_fraction" not in half
+    every = flat(made(f"{RUN}{NFT}algorithm.timestep_fraction=1.0").config)
+    assert not {"algorithm.num_train_timesteps", "algorithm.timestep_fraction"} & every.keys()
+
+
+def test_what_is_counted_in_iterations_there_is_told_or_counted_in_optimiser_steps() -> None:
+    """Their learning rate and old policy go on once an iteration."""
+    warm_up, old = f"{ACTOR}.optim.lr_warmup_steps", "algorithm.old_policy_decay_schedule"
+    found = made(f"{RUN}{UPDATES}{NFT}{warm_up}=20\n{old}=delayed_linear_to_0_999")
+    assert flat(found.config)[warm_up] == 40
+    (line,) = [line for line in found.lines if line.override.path == old]
+    assert "an iteration has 2, and there in iterations" in line.text
+
+
 def test_a_run_that_is_not_to_go_on_does_not() -> None:
     for theirs, ours in (("disable", "disable"), ("auto", "auto")):
         assert made(f"{RUN}trainer.resume_mode={theirs}").config["trainer"]["resume_mode"] == ours

@@ -309,6 +309,21 @@ def test_a_sampler_of_one_step_cannot_explore(workspace: Path, kernel: str, why:
     assert isinstance(finished, Inputs)
 
 
+def test_a_schedule_that_has_no_numbers_is_refused(workspace: Path, tmp_path: Path) -> None:
+    """Qwen-Image's published one, which is stretched to end at .02, is NaN where its last level is its first."""
+    for path in workspace.iterdir():
+        if path.name != "qwen_image":
+            (tmp_path / path.name).symlink_to(path)
+    shutil.copytree(workspace / "qwen_image", tmp_path / "qwen_image")
+    edit_config(tmp_path / "qwen_image/scheduler/scheduler_config.json", shift_terminal=0.02)
+    message = r"gives the noise levels \[nan, 0.0\] for num_inference_steps 1: take more steps"
+    with pytest.raises(ConfigError, match=message):
+        checked(tmp_path, "qwen_image", algorithm="diffusion_nft", num_inference_steps=1)
+    with pytest.raises(ConfigError, match=message):
+        checked(tmp_path, "qwen_image", val={"num_inference_steps": 1})
+    assert isinstance(checked(tmp_path, "qwen_image", algorithm="diffusion_nft", num_inference_steps=2), Inputs)
+
+
 def test_the_last_step_of_cps_alone_trains_nothing(workspace: Path) -> None:
     cps: dict[str, Any] = {"sde_type": "cps", "sde_window_range": [2, 4]}
     with pytest.raises(

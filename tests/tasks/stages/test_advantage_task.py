@@ -143,6 +143,14 @@ def test_data_metrics_are_of_the_rewards_that_are_there() -> None:
     assert found["critic/advantages/missing"] == 4
 
 
+def test_a_group_of_which_one_sample_is_left_has_no_deviation() -> None:
+    rewards, uids = np.array([1.0, NAN, 0.0, 1.0]), np.array(list("aabb"))
+    found = compute_data_metrics_diffusion({"sample_level_rewards": rewards, "uid": uids})
+    assert (found["critic/rewards/std_mean"], found["critic/rewards/zero_std_ratio"]) == (0.5, 0.0)
+    alone = compute_data_metrics_diffusion({"sample_level_rewards": rewards[:2], "uid": uids[:2]})
+    assert not {"critic/rewards/std_mean", "critic/rewards/zero_std_ratio"} & alone.keys()
+
+
 def test_a_group_of_which_one_sample_is_left_is_dropped_and_counted() -> None:
     rewards = np.array([0.1, np.nan, np.nan, 0.2, 0.6, np.nan], np.float32)
     advantages = advantages_of(rewards, UIDS, DiffusionAlgoConfig(global_std=False), {}, {})
