@@ -9,6 +9,7 @@ if __name__ == "__main__":  # before the imports that take seconds, so that a wr
 
     main("compare")
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,11 @@ from tasks.report.page import GRID_TITLES, PERCENT, environment, viewer
 from tasks.report.recorded import CONFIDENCE, Recorded, read
 from tasks.report.sections import cost, differences, policy_charts, reward_charts
 from tasks.system.files import put_in_place
+
+MEASURES = re.compile(
+    r".*\.(val_kwargs|rollout\.pipeline)\..*|reward\.functions\..*\.(weight|reward|required|guard|frame_interval|options.*)"
+)
+"""Fields that say what a held-out picture and its reward are."""
 
 
 @flow(name="compare", flow_run_name="compare {run} {against}", persist_result=False)
@@ -65,7 +71,7 @@ def render(first: Recorded, second: Recorded) -> str:
             runs=[{"name": r.name, "id": r.run.info.run_id} for r in both],
             summary=[(label, [values[label] for values in costs]) for label in costs[0]],
             paired=paired(first, second),
-            paired_note="The last held-out pictures of both, paired by prompt and noise; a guard has weight 0.",
+            paired_note=paired_note(first, second),
             percent=PERCENT,
             differences=differences([r.config for r in both]),
             charts=[*reward_charts(both), *policy_charts(both)],
@@ -86,6 +92,18 @@ def paired(first: Recorded, second: Recorded) -> list[tuple[str, Interval]]:
             with suppress(ComparisonError):  # fewer than two prompts have this reward in both
                 found.append((first.label(name), paired_gain(table, reference, name, CONFIDENCE)))
     return found
+
+
+def paired_note(first: Recorded, second: Recorded) -> str:
+    """What the differences are of, and what they have of two ways to measure, if the runs have two."""
+    note = "The last held-out pictures of both, paired by prompt and noise; a guard has weight 0."
+    fields = [path for path, _ in differences([first.config, second.config]) if MEASURES.fullmatch(path)]
+    tags, others = first.run.data.tags, second.run.data.tags
+    versions = [name for name in tags.keys() & others.keys() if name.startswith("reward.")]
+    fields += sorted(name for name in versions if tags[name] != others[name])
+    if not fields:
+        return note
+    return f"{note} They were not measured alike, which these differences have in them, too: {', '.join(fields)}."
 
 
 def _samples(both: Sequence[Recorded]) -> list[dict[str, object]]:

@@ -85,7 +85,7 @@ def reproduce(run: str, iterations: int = 3, tolerance: float = 1e-5, tracking: 
     tracking = tracking or TrackingConfig()
     client = mlflow_client(tracking)
     history = RunHistory(client, run)
-    config = shortened(history.config(), iterations, f"reproduce-{run[:8]}")
+    config = shortened(history.first_config(), iterations, f"reproduce-{run[:8]}")
     check_recorded(history, iterations)
     if other := other_packages(json.loads(history.content("lineage/000000/environment.json"))):
         get_run_logger().warning("the environment is not the run's: %s", other)
@@ -259,7 +259,10 @@ def check_out_data(history: RunHistory, folder: Path) -> None:
         _call(sys.executable, "-m", "dvc", "checkout", *read, folder=folder, environment=environment)
     config = history.config()
     embeddings = [] if config["data"]["embeddings"] == LIVE else [config["data"]["embeddings"]]
-    for path in (config["data"]["prompts"], *embeddings, config["actor_rollout_ref"]["model"]["path"]):
+    policy = _section(config, "actor_rollout_ref")
+    others = (policy["model"].get("initial_weights"), policy["actor"].get("teacher_path"))
+    weights = (policy["model"]["path"], *filter(None, others))
+    for path in (config["data"]["prompts"], *embeddings, *weights):
         if not (folder / path).exists():
             raise HistoryError(f"{path} is not under DVC at the run's commit, so it cannot be had again")
 

@@ -101,6 +101,7 @@ class RewardPool:
             # A rollout batch that is sampled is not to wait for an earlier one that another worker still samples.
             allow_out_of_order_execution=True,
         )
+        self._known = ""
         self._versions = [self._ask_version(worker) for worker in range(len(self.group))]
 
     def _ask_version(self, worker: int) -> "PendingCall":
@@ -115,15 +116,28 @@ class RewardPool:
         Raises:
             NotLoaded: one has not by then.
             RewardFailure: it cannot be loaded.
+            RewardError: they differ in it.
         """
         try:
-            first, *_ = [self._answer(call, seconds) for call in self._versions]
+            found = [self._answer(call, seconds) for call in self._versions]
         except (RayTaskError, RayActorError) as error:
             if isinstance(error, DoubleflowError):
                 raise
             reason = self._reasons([(self._versions[0], error)], loads=True)[0]
             raise RewardFailure(f"reward {self.name!r} could not be loaded: {reason}") from error
-        return first
+        self._known, *others = found
+        for other in others:
+            self._check_version(other)
+        return self._known
+
+    def _check_version(self, version: str) -> None:
+        """Raise RewardError where a worker has another version than the first had when the run began."""
+        if version and self._known and version != self._known:
+            raise RewardError(
+                f"reward {self.name!r}: a worker has version {version!r} in place of {self._known!r}, as its code or "
+                "its model is another by now, or on that worker's machine: scores of one run must be comparable; bring "
+                "that version back, and the same command continues"
+            )
 
     def begin(self, sizes: Sequence[int], share: float = 1.0, together: int = 1) -> "PoolScoring":
         """Get ready to score batches of these sizes: `batch_size` samples a call.
@@ -185,7 +199,8 @@ class RewardPool:
 
         Raises:
             NotLoaded: a worker that was started again has not loaded in time.
-            RewardError: the reward was asked for what it cannot do.
+            RewardError: the reward was asked for what it cannot do, or a worker that was started again has another
+                version of it.
             RewardFailure: more than `max_missing_fraction` of the scores are missing.
         """
         answers: list[RewardResult] = []
@@ -198,6 +213,7 @@ class RewardPool:
                 answer = RewardResult(np.full(call.size, np.nan))
             if isinstance(answer, RewardError):
                 raise answer
+            self._check_version(answer.version)
             answers.append(answer)
         reasons = self._reasons([(call, error) for _, call, error in failed])  # once no call of these is waited for
         for (number, call, _), reason in zip(failed, reasons, strict=True):

@@ -89,7 +89,7 @@ class RewardWorker:
             raise
         except Exception as error:
             raise RewardRaised(said(error)) from error
-        return self.reward.version
+        return str(self.reward.version)
 
     def score(self, first: int, prompts: Sequence[ScoredPrompt], *shards: np.ndarray) -> RewardResult | RewardError:
         """Score len(prompts) samples, from the `first` of these rollout batches on.
@@ -170,7 +170,7 @@ class RewardWorker:
             result = self.reward(self._asked_about(batch), prompts)
         finally:
             faulthandler.cancel_dump_traceback_later()
-        return replace(result, seconds=time.perf_counter() - begun)
+        return replace(result, seconds=time.perf_counter() - begun, version=str(self.reward.version))
 
     def _asked_about(self, batch: np.ndarray) -> np.ndarray:
         """The batch; of videos every `frame_interval`-th frame, for a reward of pictures."""
@@ -201,4 +201,4 @@ def filled_in(result: RewardResult, missing: np.ndarray, again: RewardResult) ->
         details[name] = list(result.details.get(name, [None] * len(scores)))
         for index, value in zip(missing, again.details.get(name, [None] * len(missing)), strict=True):
             details[name][index] = value
-    return RewardResult(scores, details, result.seconds + again.seconds)
+    return RewardResult(scores, details, result.seconds + again.seconds, again.version or result.version)

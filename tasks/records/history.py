@@ -79,6 +79,17 @@ class RunHistory:
             )
         return result
 
+    def first_config(self) -> dict[str, Any]:
+        """The config of its first start, as long as it is by now. What does not shape the weights may be another since,
+        and what it measures with it. Raises as `config`, which it is of a run of older versions."""
+        last = self.config()
+        try:
+            first: dict[str, Any] = json.loads(self.content("lineage/000000/config.json"))
+        except HistoryError:
+            return last
+        length = {"total_training_steps": last["trainer"]["total_training_steps"]}
+        return first | {"trainer": first["trainer"] | length}
+
     @property
     def trained(self) -> int:
         """Iterations of training that are recorded; 0 of a measurement."""

@@ -25,6 +25,7 @@ from tasks.data.digests import record_digest
 from tasks.system.behind import Behind
 from tasks.system.files import flush, move_in_place, remove, sha256_of_each
 
+CONFIG = "by another config"
 RECORD = "state.json"
 WEIGHTS = "trainer"
 RECORD_DIGEST = "record_sha256"
@@ -234,9 +235,11 @@ class CheckpointStore:
                 f"{folder / RECORD} is of iteration {state.iteration}, the folder's name of {iteration}: give it the "
                 "name that it had, or remove it to go on without it"
             )
-        other = "by another config" if state.config_digest != config_digest else None
+        other = CONFIG if state.config_digest != config_digest else None
         if other := other or other_data(state.data_digest, data_digest):
-            raise CheckpointError(f"{folder} was made {other}: give the run another trainer.experiment_name")
+            raise CheckpointError(
+                f"{folder} was made {other}: {_ways_on(other)}give the run another trainer.experiment_name"
+            )
         return state, files
 
 
@@ -250,6 +253,16 @@ def other_data(stored: str, present: str) -> str | None:
     if _part(stored, 1) not in ("", _part(present, 1)):
         return "from other weights in model.path, model.initial_weights or actor.teacher_path"
     return None
+
+
+def _ways_on(other: str) -> str:
+    """What else may be done about it than to begin anew. A run's weights are exported over those before."""
+    if "initial_weights" in other:
+        return (
+            "bring those back, of a run that was made longer since from MLflow, which has each version of its weights "
+            "(models:/<experiment_name>/<version>), or "
+        )
+    return "" if other == CONFIG else "bring those back, or "
 
 
 def _part(data_digest: str, number: int) -> str:

@@ -132,23 +132,39 @@ class Tracker:
             *flat(config.model_dump(mode="json", exclude_unset=True)),
             *flat(config.model_dump(mode="json", exclude_defaults=True)),
         ]
-        first = self.client.get_run(self.run_id).data.params
+        recorded = self.client.get_run(self.run_id).data
+        first = recorded.params
         chosen = [name for name in dict.fromkeys(chosen) if name in present]  # no sections in which nothing is set
         params = [] if first else [mlflow.entities.Param(name, present[name]) for name in chosen]
         again = [name for name in dict.fromkeys([*first, *chosen]) if first and name in present]
-        changed = {f"resumed.{name}": present[name] for name in again if first.get(name) != present[name]}
+        changed = {
+            f"resumed.{name}": present[name]
+            for name in again
+            if first.get(name) != present[name] or f"resumed.{name}" in recorded.tags
+        }
         labels = [mlflow.entities.RunTag(name, value) for name, value in {**tags, **changed}.items()]
         self.client.log_batch(self.run_id, params=params, tags=labels)
         self.client.log_dict(self.run_id, whole, "config.json")
 
-    def log_lineage(self, lineage: Lineage, iteration: int) -> None:
-        """Where this start of the run came from, under the iteration that it begins after."""
+    def last_config(self) -> dict[str, Any]:
+        """The config of the last start; empty where there was none."""
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                file = self.client.download_artifacts(self.run_id, "config.json", folder)
+            except (OSError, mlflow.exceptions.MlflowException):
+                return {}
+            return dict(json.loads(Path(file).read_text()))
+
+    def log_lineage(self, lineage: Lineage, iteration: int, config: Section | None = None) -> None:
+        """Where this start of the run came from, and its config, under the iteration that it begins after."""
         tags = lineage.tags | lineage.start_tag(iteration)
         self.client.log_batch(self.run_id, tags=[mlflow.entities.RunTag(name, value) for name, value in tags.items()])
         self.client.log_inputs(self.run_id, lineage.datasets)
         self.client.log_dict(self.run_id, lineage.environment, f"lineage/{iteration:06d}/environment.json")
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "code.patch").write_bytes(lineage.patch)
+            if config is not None:
+                (Path(folder) / "config.json").write_text(json.dumps(config.model_dump(mode="json"), indent=2))
             self.client.log_artifacts(self.run_id, folder, f"lineage/{iteration:06d}")
 
     def log_step(

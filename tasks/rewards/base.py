@@ -14,7 +14,7 @@ from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType, MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 
@@ -44,12 +44,13 @@ class RewardResult:
     that is not finite becomes NaN with its value as the error.
     A detail's values are numbers, or all bools, or all text, with None among them; `Reward` makes text of any other.
     One of numbers is a metric, so its name has at most 100 letters, digits and _ . - / : and blanks.
-    `seconds` is what its worker spent on it; a reward leaves it out.
+    `seconds` is what its worker spent on it, and `version` the reward's there; a reward leaves both out.
     """
 
     scores: np.ndarray
     details: dict[str, list] = field(default_factory=dict)
     seconds: float = 0.0
+    version: str = ""
 
 
 class Reward(ABC):
@@ -458,7 +459,9 @@ def _check_options(
 
 def _check_kinds(name: str, target: Callable, options: Mapping[str, Any]) -> None:
     """Raise RewardError for an option of another kind than its annotation says: a worker would end by it, again and
-    again."""
+    again. So for `wants` that is none: it would be given pictures."""
+    if (wants := getattr(target, "wants", "images")) not in get_args(Input):
+        raise RewardError(f"reward {name!r}: wants is {wants!r}; it should be one of {', '.join(get_args(Input))}")
     parameters = _signature(target).parameters
     for option in options.keys() & parameters.keys():
         try:

@@ -27,6 +27,7 @@ from tasks.actors.reward_model import RewardModel, served_reward_model
 from tasks.actors.rollout_group import RolloutGroup
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.config.errors import ConfigError
+from tasks.config.overrides import flat
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.data.pairs import SIDES
 from tasks.records.flow_page import page_logger, say, tell
@@ -240,10 +241,43 @@ def _refuse_other_data(config: TrainConfig, data_digest: str, tracker: Tracker) 
         )
 
 
+def measured_otherwise(config: TrainConfig, tags: Mapping[str, str], tracker: Tracker) -> Iterator[str]:
+    """A sentence for what MLflow has of a run that goes on and this start measures in another way: what its curves then
+    have side by side is not comparable, and guards and intervals compare it.
+
+    Args:
+        tags: what `run_tags` gives of this start.
+    """
+    if not tracker.logged_steps:
+        return
+    last, before = max(tracker.logged_steps), tracker.client.get_run(tracker.run_id).data.tags
+    for name, version in tags.items():
+        if name.startswith("reward.") and before.get(name, version) != version:
+            yield (
+                f"{name} is {version} now and was {before[name]} up to iteration {last}: scores before and after "
+                "cannot be compared; another reward is for another run, which model.initial_weights lets begin from "
+                "these weights"
+            )
+    present, earlier = flat(config.model_dump(mode="json")), flat(tracker.last_config())
+    other = [
+        f"{path.partition('.')[2]} is {value} and was {earlier[path]}"
+        for path, value in present.items()
+        if ".val_kwargs." in path and earlier.get(path, value) != value
+    ]
+    if other:
+        yield (
+            f"validation is another than up to iteration {last} ({', '.join(other)}): held-out rewards before and "
+            "after cannot be compared, and guards compare them; set it back, and measure otherwise with flows.validate"
+        )
+
+
 def _begin_records(run: TrainingRun, newest: Future[tuple[RunState, Path] | None]) -> None:
     """Have it recorded and told what the run is, and go on from its newest checkpoint, if there is one."""
     config, inputs, tracker = run.config, run.inputs, run.tracker
-    tracker.log_start(config, run_tags(config, inputs, run.online.reward if run.is_online else None))
+    tags = run_tags(config, inputs, run.online.reward if run.is_online else None)
+    for otherwise in measured_otherwise(config, tags, tracker):
+        page_logger().warning(otherwise)
+    tracker.log_start(config, tags)
     tell_sizes(inputs)
     tell_expectation(run)
     run.resume(run.behind.wait(newest))
@@ -252,7 +286,7 @@ def _begin_records(run: TrainingRun, newest: Future[tuple[RunState, Path] | None
     if run.elsewhere:
         told = "the run goes on after iteration %d in a new MLflow run: what came before is in the one before"
         page_logger().warning(told, run.elsewhere)
-    tracker.log_lineage(lineage(config.data_read()), run.iteration)
+    tracker.log_lineage(lineage(config.data_read()), run.iteration, config)
     run.report.log_changes()
     write_note(run)
     patience = tracker.patience

@@ -16,6 +16,7 @@ from tasks.config.sweep import SweepConfig
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
 from tasks.records.history import NoTrainingConfig, RunHistory
+from tasks.records.lineage import Lineage
 from tasks.records.tracking import Tracker
 from tests.support.mlflow_store import mlflow_in
 from tests.support.patience import wait_until
@@ -78,6 +79,21 @@ def test_no_more_iterations_are_compared_than_were_recorded(tracker: Tracker) ->
     check_recorded(history, 1)
     with pytest.raises(ConfigError, match=r"^iterations is 3, but the run has recorded 1: give 1 to 1$"):
         check_recorded(history, 3)
+
+
+def test_a_run_is_done_again_as_it_began(tracker: Tracker) -> None:
+    """Continued with another validation it measures otherwise; it is as long as it has become."""
+    empty = Lineage({}, b"", {}, [])
+    config = TrainConfig(trainer={"total_training_steps": 2})
+    tracker.log_start(config, {})
+    assert RunHistory(tracker.client, tracker.run_id).first_config() == config.model_dump(mode="json"), "of older ones"
+    tracker.log_lineage(empty, 0, config)
+    changes = {"trainer": {"total_training_steps": 5}, "actor_rollout_ref": {"rollout": {"val_kwargs": {"n": 7}}}}
+    tracker.log_start(config.with_changes(changes), {})
+    tracker.log_lineage(empty, 2, config.with_changes(changes))
+    found = RunHistory(tracker.client, tracker.run_id).first_config()
+    assert found["actor_rollout_ref"]["rollout"]["val_kwargs"]["n"] == config.actor_rollout_ref.rollout.val_kwargs.n
+    assert found["trainer"]["total_training_steps"] == 5
 
 
 def test_a_sweep_s_own_run_is_told_from_one_that_trains(tracker: Tracker) -> None:

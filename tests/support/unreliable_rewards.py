@@ -134,6 +134,22 @@ class HangsAgain(Reward):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class AnotherAfterDeath(Reward):
+    """kill -9 of its first process at the first batch; each process has a version of its own, which is a number."""
+
+    name = "another-after-death"
+
+    def __init__(self, folder):
+        """Count the processes."""
+        self.version = _count(folder)
+
+    def score(self, images, prompts):
+        """As `brightness`."""
+        if self.version == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return images.mean(axis=(1, 2, 3))
+
+
 def _count(folder) -> int:
     """Calls so far, this one included, over all processes."""
     with (Path(folder) / "calls").open("a") as file:

@@ -186,6 +186,21 @@ def test_a_killed_worker_is_restarted_and_its_batch_scored_again(cluster: None, 
     assert group.table(shards, group.submit(shards, training=True)).by_reward["dies_once"].tolist() == LEVELS
 
 
+def test_a_worker_that_comes_back_with_another_version_ends_the_run(cluster: None, tmp_path: Path) -> None:
+    """Its code was edited meanwhile: its scores and those before would be learnt from as if they were of one kind."""
+    group = RewardGroup(config(AnotherAfterDeath={"options": {"folder": str(tmp_path)}}))
+    assert group.versions() == {"AnotherAfterDeath": "1"}
+    shards = batches()
+    with pytest.raises(RewardError, match=r"a worker has version '2' in place of '1'.* must be comparable"):
+        group.table(shards, group.submit(shards, training=True))
+
+
+def test_workers_that_differ_in_their_version_are_told_at_the_start(cluster: None, tmp_path: Path) -> None:
+    group = RewardGroup(config(AnotherAfterDeath={"options": {"folder": str(tmp_path)}, "num_workers": 2}))
+    with pytest.raises(RewardError, match="reward 'AnotherAfterDeath': a worker has version"):
+        group.versions()
+
+
 def test_a_worker_that_hangs_is_ended_and_its_batch_scored_again(cluster: None, tmp_path: Path) -> None:
     settings = {"options": {"folder": str(tmp_path)}, "timeout_s": 5}
     assert of("hangs_once", settings).tolist() == LEVELS

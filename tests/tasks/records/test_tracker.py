@@ -73,6 +73,10 @@ def test_a_resumed_run_may_go_on_for_longer(tmp_path: Path, monkeypatch) -> None
     told = {name: value for name, value in data.tags.items() if not name.startswith("mlflow.")}
     assert told.pop(OWNER) == str(Owner.this())
     assert told == {"resumed.trainer.total_training_steps": "100", "resumed.trainer.save_freq": "4", "who": "b"}
+    third = tracker(tmp_path, first.run_id)
+    third.log_start(TrainConfig(trainer={"total_training_steps": 10, "seed": 3, "save_freq": 4}), {"who": "b"})
+    tags = third.client.get_run(first.run_id).data.tags
+    assert tags["resumed.trainer.total_training_steps"] == "10", "what it is now, and not of the start before"
     assert not again.log_step(10, {"reward": 0.9})
     assert again.log_step(11, {"reward": 0.6})
     assert again.history("reward") == {10: 0.5, 11: 0.6}

@@ -225,6 +225,14 @@ def test_two_runs_stand_side_by_side(recorded: Recorded) -> None:
     assert [label for label, _ in paired(other, other)] == ["reward (ocr)", "jpeg_compressibility (guard)"]
     assert card(recorded, other, "http://mlflow/#/page").endswith("\n\n[the page of both](http://mlflow/#/page)")
     elsewhere = {step: table.assign(uid=table["uid"] + "-of-others") for step, table in other.held_out.items()}
+    assert "not measured alike" not in page.text
+    functions = other.config["reward"]["functions"]
+    heavier = {"functions": functions | {"ocr": functions["ocr"] | {"weight": 2.0}}}
+    twice = replace(other, config=other.config | {"reward": other.config["reward"] | heavier})
+    assert (
+        "not measured alike, which these differences have in them, too: reward.functions.ocr.weight."
+        in Page(render_both(other, twice)).text
+    )
     assert "no held-out pictures in common" in Page(render_both(other, replace(other, held_out=elsewhere))).text
 
 

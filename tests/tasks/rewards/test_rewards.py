@@ -105,6 +105,8 @@ def test_rewards_are_found_by_name_and_by_import_path():
         ("no.such.module:f", {}, "'no.such.module:f' cannot be imported: No module named 'no'"),
         (f"{__name__}:nothing", {}, "cannot be imported: .* has no attribute 'nothing'"),
         (f"{__name__}:__doc__", {}, "is a str; it must be a subclass of tasks.rewards.Reward or a function"),
+        (f"{__name__}:Misspelt", {}, "wants is 'latent'; it should be one of images, video, latents"),
+        ("tests.support.a_script:f", {}, "imported: tests.support.a_script ends the process .exit code 0.$"),
         (f"{__name__}:mean_brightness", {"power": 2}, "unexpected keyword argument 'power'; it takes .*scale"),
         ("ocr", {"tarset": "column"}, "reward 'ocr': .* unexpected keyword argument 'tarset'; it takes .*target"),
         ("ocr", {"target": "prompt"}, "reward 'ocr': target is 'prompt'; it should be 'column' or 'quoted'"),
@@ -167,6 +169,12 @@ class Movement(Redness):
 
     def score(self, videos, prompts):
         return np.abs(videos[:, -1].astype(float) - videos[:, 0]).mean(axis=(1, 2, 3))
+
+
+class Misspelt(Redness):
+    """Would be given pictures."""
+
+    wants = "latent"
 
 
 class Norm(Redness):

@@ -12,7 +12,7 @@ from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
 from tasks.records.run_store import CHECKPOINTS, STAGES, CheckpointError, CheckpointStore, RunState
 from tasks.records.tracking import Tracker
-from tasks.run.opening import DATA_TAG, _refuse_other_data, _told_if_gone, open_run
+from tasks.run.opening import DATA_TAG, _refuse_other_data, _told_if_gone, measured_otherwise, open_run
 from tasks.run.start_times import StartTimes
 from tests.support.mlflow_store import mlflow_in
 
@@ -33,7 +33,7 @@ def test_what_is_kept_of_other_data_is_seen_before_ray_starts(
     state = RunState(1, config.digest(), "data-weights", "run")
     CheckpointStore(config.run_dir / kept, content=content).save(state, lambda folder: (folder / "x").touch())
     inputs = SimpleNamespace(digest=digest)
-    with pytest.raises(CheckpointError, match=f"{kept}/iter_000001 was made {complaint}: give the run another"):  # noqa: SIM117
+    with pytest.raises(CheckpointError, match=f"{kept}/iter_000001 was made {complaint}: bring those back, "):  # noqa: SIM117
         with open_run(config, inputs, config, StartTimes()):
             pass
     assert not ray.is_initialized()
@@ -53,6 +53,26 @@ def test_what_mlflow_has_of_other_data_is_not_gone_on_with(tmp_path: Path, monke
     for digest, complaint in COMPLAINT.items():
         with pytest.raises(CheckpointError, match=f"what MLflow has of .* was made {complaint}: bring those back"):
             _refuse_other_data(config, digest, again)
+
+
+def test_what_a_start_measures_otherwise_than_those_before_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reward's code was edited, or validation draws other pictures: one curve would have both."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = TrainConfig(trainer={"default_local_dir": tmp_path})
+    tracking = TrackingConfig(uri=mlflow_in(tmp_path), artifacts=(tmp_path / "artifacts").as_uri())
+    first = Tracker(tracking, "a-run")
+    first.log_start(config, {"reward.mine": "source-1"})
+    assert not list(measured_otherwise(config, {"reward.mine": "source-2"}, first)), "nothing is measured yet"
+    first.log_step(3, {"val/reward/mean": 0.5})
+    again = Tracker(tracking, "a-run", first.run_id)
+    assert not list(measured_otherwise(config, {"reward.mine": "source-1"}, again))
+    (told,) = measured_otherwise(config, {"reward.mine": "source-2"}, again)
+    assert "reward.mine is source-2 now and was source-1 up to iteration 3" in told
+    fewer = config.with_changes({"actor_rollout_ref": {"rollout": {"val_kwargs": {"max_prompts": 2}}}})
+    (told,) = measured_otherwise(fewer, {"reward.mine": "source-1"}, again)
+    assert "up to iteration 3 (rollout.val_kwargs.max_prompts is 2 and was " in told
 
 
 @pytest.mark.parametrize("work", ["save", "forget"])
