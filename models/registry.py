@@ -111,7 +111,7 @@ def import_object(path: str, what: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except SystemExit as error:  # a script's, which would end the command as if all were done
         raise ValueError(f"{what} cannot be imported: {module} ends the process (exit code {error.code})") from error
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError, SyntaxError) as error:
         raise ValueError(f"{what} cannot be imported: {error}") from error
 
 

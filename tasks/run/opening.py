@@ -27,7 +27,6 @@ from tasks.actors.reward_model import RewardModel, served_reward_model
 from tasks.actors.rollout_group import RolloutGroup
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.config.errors import ConfigError
-from tasks.config.overrides import flat
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.data.pairs import SIDES
 from tasks.records.flow_page import page_logger, say, tell
@@ -48,6 +47,7 @@ from tasks.run.gpu_slots import gpu_slots
 from tasks.run.host_check import warn_of_little_memory
 from tasks.run.kept_stages import KeptStages
 from tasks.run.live_text import start_text_encoders
+from tasks.run.measured_alike import comparable_validations, measured_otherwise
 from tasks.run.note import run_label, source_tags, write_note
 from tasks.run.preflight import Inputs
 from tasks.run.reporting import RunReport
@@ -238,36 +238,6 @@ def _refuse_other_data(config: TrainConfig, data_digest: str, tracker: Tracker) 
         raise CheckpointError(
             f"what MLflow has of {config.run_dir} was made {other}: bring those back, or give the run another "
             "trainer.experiment_name"
-        )
-
-
-def measured_otherwise(config: TrainConfig, tags: Mapping[str, str], tracker: Tracker) -> Iterator[str]:
-    """A sentence for what MLflow has of a run that goes on and this start measures in another way: what its curves then
-    have side by side is not comparable, and guards and intervals compare it.
-
-    Args:
-        tags: what `run_tags` gives of this start.
-    """
-    if not tracker.logged_steps:
-        return
-    last, before = max(tracker.logged_steps), tracker.client.get_run(tracker.run_id).data.tags
-    for name, version in tags.items():
-        if name.startswith("reward.") and before.get(name, version) != version:
-            yield (
-                f"{name} is {version} now and was {before[name]} up to iteration {last}: scores before and after "
-                "cannot be compared; another reward is for another run, which model.initial_weights lets begin from "
-                "these weights"
-            )
-    present, earlier = flat(config.model_dump(mode="json")), flat(tracker.last_config())
-    other = [
-        f"{path.partition('.')[2]} is {value} and was {earlier[path]}"
-        for path, value in present.items()
-        if ".val_kwargs." in path and earlier.get(path, value) != value
-    ]
-    if other:
-        yield (
-            f"validation is another than up to iteration {last} ({', '.join(other)}): held-out rewards before and "
-            "after cannot be compared, and guards compare them; set it back, and measure otherwise with flows.validate"
         )
 
 
@@ -481,7 +451,7 @@ def watched_guards(config: TrainConfig, tracker: Tracker) -> GuardWatch:
         name: Guard(f"train/image/{name}/mean", f"image/{name}", settings.statistics_margin)
         for name in (STATISTICS if settings.statistics else ())
     }
-    return GuardWatch(settings, guards, tracker.history, partial(tracker.tables, "validation"))
+    return GuardWatch(settings, guards, tracker.history, partial(comparable_validations, config, tracker))
 
 
 def run_tags(config: TrainConfig, inputs: Inputs, reward: RewardGroup | None) -> dict[str, str]:

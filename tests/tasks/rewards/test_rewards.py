@@ -162,6 +162,15 @@ class SameLoop(Redness):
         return np.full(len(images), await self.gate)
 
 
+def test_a_module_that_is_no_python_is_a_sentence_with_its_line(tmp_path, monkeypatch):
+    (tmp_path / "unfinished_reward.py").write_text("def score(images, prompts):\n    return images.mean(\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        RewardError, match=r"cannot be imported: '\(' was never closed \(unfinished_reward.py, line 2\)"
+    ):
+        get_reward("unfinished_reward:score")
+
+
 class Movement(Redness):
     """Wants whole videos: how far the first frame is from the last."""
 

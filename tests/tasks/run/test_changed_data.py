@@ -5,14 +5,17 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import ray
 
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
+from tasks.records.lineage import Lineage
 from tasks.records.run_store import CHECKPOINTS, STAGES, CheckpointError, CheckpointStore, RunState
 from tasks.records.tracking import Tracker
-from tasks.run.opening import DATA_TAG, _refuse_other_data, _told_if_gone, measured_otherwise, open_run
+from tasks.run.measured_alike import comparable_validations, measured_otherwise
+from tasks.run.opening import DATA_TAG, _refuse_other_data, _told_if_gone, open_run
 from tasks.run.start_times import StartTimes
 from tests.support.mlflow_store import mlflow_in
 
@@ -73,6 +76,30 @@ def test_what_a_start_measures_otherwise_than_those_before_is_told(
     fewer = config.with_changes({"actor_rollout_ref": {"rollout": {"val_kwargs": {"max_prompts": 2}}}})
     (told,) = measured_otherwise(fewer, {"reward.mine": "source-1"}, again)
     assert "up to iteration 3 (rollout.val_kwargs.max_prompts is 2 and was " in told
+
+
+def test_guards_compare_what_was_measured_as_it_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = TrainConfig(trainer={"default_local_dir": tmp_path})
+    fewer = config.with_changes({"actor_rollout_ref": {"rollout": {"val_kwargs": {"max_prompts": 2}}}})
+    tracker = Tracker(TrackingConfig(uri=mlflow_in(tmp_path), artifacts=(tmp_path / "artifacts").as_uri()), "a-run")
+    measured = pd.DataFrame({"uid": ["a"], "reward": [0.5]})
+
+    def begin(start: TrainConfig, after: int, *validated: int) -> None:
+        nothing = Lineage(tags={}, datasets=[], environment={}, patch=b"")
+        tracker.log_lineage(nothing, after, start)
+        for iteration in validated:
+            tracker.log_files(iteration, tables={"validation": measured})
+
+    begin(config, 0, 0, 2)
+    begin(config, 2, 4)
+    assert comparable_validations(config, tracker).keys() == {0, 2, 4}
+    begin(fewer, 4, 6)
+    assert comparable_validations(fewer, tracker).keys() == {6}
+    begin(config, 6, 8)
+    assert comparable_validations(config, tracker).keys() == {8}
+    begin(config.with_changes({"trainer": {"save_freq": 3}}), 8, 10)
+    assert comparable_validations(config, tracker).keys() == {8, 10}
 
 
 @pytest.mark.parametrize("work", ["save", "forget"])
