@@ -91,8 +91,8 @@ def _plain(row: dict[str, Any]) -> dict[str, Any]:
             plain[key] = parts["user"]
             plain |= {"system_prompt": parts["system"]} if key == "prompt" and "system" in parts else {}
     truth = plain.get("reward_model")
-    if "target" not in plain and isinstance(truth, dict) and isinstance(truth.get("ground_truth"), str):
-        plain["target"] = truth["ground_truth"]
+    if "target" not in plain and isinstance(truth, dict) and type(truth.get("ground_truth")) in (str, int):
+        plain["target"] = str(truth["ground_truth"])
     return plain
 
 
