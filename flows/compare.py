@@ -25,6 +25,7 @@ from tasks.records.tracking import mlflow_client
 from tasks.report.page import GRID_TITLES, PERCENT, environment, viewer
 from tasks.report.recorded import CONFIDENCE, Recorded, read
 from tasks.report.sections import cost, differences, policy_charts, reward_charts
+from tasks.run.measured_alike import other_versions
 from tasks.system.files import put_in_place
 
 MEASURES = re.compile(
@@ -98,9 +99,7 @@ def paired_note(first: Recorded, second: Recorded) -> str:
     """What the differences are of, and what they have of two ways to measure, if the runs have two."""
     note = "The last held-out pictures of both, paired by prompt and noise; a guard has weight 0."
     fields = [path for path, _ in differences([first.config, second.config]) if MEASURES.fullmatch(path)]
-    tags, others = first.run.data.tags, second.run.data.tags
-    versions = [name for name in tags.keys() & others.keys() if name.startswith("reward.")]
-    fields += sorted(name for name in versions if tags[name] != others[name])
+    fields += other_versions(first.run.data.tags, second.run.data.tags)
     if not fields:
         return note
     return f"{note} They were not measured alike, which these differences have in them, too: {', '.join(fields)}."

@@ -62,13 +62,18 @@ def variant_alone(folder: Path) -> str | None:
     """A file of a component that has its weights as a variant (`*.fp16.safetensors`) and no others, which no library
     reads that is not asked for it; None where there is none."""
     kinds = ("*.safetensors", "*.bin")
-    files = sorted(file.name for kind in kinds for file in folder.glob(kind))
-    return files[0] if files and all(file.count(".") > 1 for file in files) else None
+    files = sorted(file for kind in kinds for file in folder.glob(kind))
+    return files[0].name if files and all(map(_is_variant, files)) else None
+
+
+def _is_variant(file: Path) -> bool:
+    """Is it of another number format than what a library reads by itself?"""
+    return file.name.count(".") > 1
 
 
 def weight_files(folder: Path) -> list[Path]:
     """A component's safetensors files in the order of their names, variants left out."""
-    return [file for file in sorted(folder.glob("*.safetensors")) if file.name.count(".") == 1]
+    return [file for file in sorted(folder.glob("*.safetensors")) if not _is_variant(file)]
 
 
 def is_stored_in(folder: Path, dtype: torch.dtype) -> bool:

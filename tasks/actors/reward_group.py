@@ -236,13 +236,11 @@ def trained_reward(
     """The weighted sum [B]: NaN where a required score is missing; an optional one is then the mean of its group's
     samples that have a sum: one that nobody is compared with would speak for or against this one."""
     needed = [values for name, values in scores.items() if functions[name].required and functions[name].share]
-    there = np.isfinite(needed).all(0) if needed else np.ones(len(uids), bool)
-    filled = {
-        name: values
-        if functions[name].required
-        else with_group_means(np.where(there, values, np.float32(np.nan)), uids)
-        for name, values in scores.items()
-    }
+    there = np.isfinite(needed).all(0)  # of all, where none is needed
+    filled = dict(scores)
+    for name, values in scores.items():
+        if not functions[name].required:
+            filled[name] = with_group_means(np.where(there, values, np.float32(np.nan)), uids)
     return weighted_sum(filled, {name: functions[name].share for name in scores})
 
 

@@ -139,7 +139,7 @@ class RewardWorker:
         except Exception as error:
             time.sleep(self.config.retry_wait_s)
             raise RewardRaised(said(error)) from error
-        return result
+        return replace(result, version=str(self.reward.version))
 
     def _is_another_asked(self) -> bool:
         """Has the model that gave no scores died, and is another in its place by now? One that lives has answered."""
@@ -170,7 +170,7 @@ class RewardWorker:
             result = self.reward(self._asked_about(batch), prompts)
         finally:
             faulthandler.cancel_dump_traceback_later()
-        return replace(result, seconds=time.perf_counter() - begun, version=str(self.reward.version))
+        return replace(result, seconds=time.perf_counter() - begun)
 
     def _asked_about(self, batch: np.ndarray) -> np.ndarray:
         """The batch; of videos every `frame_interval`-th frame, for a reward of pictures."""
@@ -201,4 +201,4 @@ def filled_in(result: RewardResult, missing: np.ndarray, again: RewardResult) ->
         details[name] = list(result.details.get(name, [None] * len(scores)))
         for index, value in zip(missing, again.details.get(name, [None] * len(missing)), strict=True):
             details[name][index] = value
-    return RewardResult(scores, details, result.seconds + again.seconds, again.version or result.version)
+    return replace(again, scores=scores, details=details, seconds=result.seconds + again.seconds)

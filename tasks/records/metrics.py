@@ -31,8 +31,8 @@ def compute_data_metrics_diffusion(batch: Mapping[str, Any]) -> dict[str, float]
     """
     rewards, uids = np.asarray(batch["sample_level_rewards"], np.float64), np.asarray(batch["uid"])
     rewards = np.where(np.isfinite(rewards), rewards, np.nan).reshape(len(uids), -1).mean(1)
-    groups = [rewards[uids == uid] for uid in np.unique(uids)]
-    deviations = [float(np.std(group[~np.isnan(group)])) for group in groups if (~np.isnan(group)).sum() > 1]
+    groups = [rewards[(uids == uid) & ~np.isnan(rewards)] for uid in np.unique(uids)]
+    deviations = [float(np.std(group)) for group in groups if len(group) > 1]
     metrics = _spread("critic/rewards", rewards)
     if deviations:  # one sample has none
         metrics["critic/rewards/zero_std_ratio"] = float(np.mean([d == 0 for d in deviations]))
@@ -40,7 +40,7 @@ def compute_data_metrics_diffusion(batch: Mapping[str, Any]) -> dict[str, float]
     metrics |= {
         "critic/rewards/group_size": len(rewards) / len(groups),
         "critic/rewards/missing": float(np.isnan(rewards).sum()),
-        "critic/rewards/dropped_groups": float(sum((~np.isnan(group)).sum() < 2 for group in groups)),
+        "critic/rewards/dropped_groups": float(sum(len(group) < 2 for group in groups)),
     }
     for name in ("advantages", "returns"):
         if name in batch:

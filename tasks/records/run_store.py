@@ -25,7 +25,6 @@ from tasks.data.digests import record_digest
 from tasks.system.behind import Behind
 from tasks.system.files import flush, move_in_place, remove, sha256_of_each
 
-CONFIG = "by another config"
 RECORD = "state.json"
 WEIGHTS = "trainer"
 RECORD_DIGEST = "record_sha256"
@@ -235,34 +234,28 @@ class CheckpointStore:
                 f"{folder / RECORD} is of iteration {state.iteration}, the folder's name of {iteration}: give it the "
                 "name that it had, or remove it to go on without it"
             )
-        other = CONFIG if state.config_digest != config_digest else None
+        other = "by another config:" if state.config_digest != config_digest else None
         if other := other or other_data(state.data_digest, data_digest):
-            raise CheckpointError(
-                f"{folder} was made {other}: {_ways_on(other)}give the run another trainer.experiment_name"
-            )
+            raise CheckpointError(f"{folder} was made {other} give the run another trainer.experiment_name")
         return state, files
 
 
 def other_data(stored: str, present: str) -> str | None:
-    """What of the data of one `RunState.data_digest` is another than in a second, after "made"; None where nothing is.
+    """What of the data of one `RunState.data_digest` is another than in a second, after "made", and what may be done
+    about it, before what else may; None where nothing is.
 
     What a record of an older version does not tell is not compared.
     """
     if _part(stored, 0) != _part(present, 0):
-        return "from other prompts, embeddings or pairs"
+        return "from other prompts, embeddings or pairs: bring those back, or"
     if _part(stored, 1) not in ("", _part(present, 1)):
-        return "from other weights in model.path, model.initial_weights or actor.teacher_path"
-    return None
-
-
-def _ways_on(other: str) -> str:
-    """What else may be done about it than to begin anew. A run's weights are exported over those before."""
-    if "initial_weights" in other:
+        # A run's weights are exported over those before.
         return (
-            "bring those back, of a run that was made longer since from MLflow, which has each version of its weights "
-            "(models:/<experiment_name>/<version>), or "
+            "from other weights in model.path, model.initial_weights or actor.teacher_path: bring those back, of a run "
+            "that was made longer since from MLflow, which has each version of its weights "
+            "(models:/<experiment_name>/<version>), or"
         )
-    return "" if other == CONFIG else "bring those back, or "
+    return None
 
 
 def _part(data_digest: str, number: int) -> str:

@@ -146,23 +146,6 @@ class Tracker:
         self.client.log_batch(self.run_id, params=params, tags=labels)
         self.client.log_dict(self.run_id, whole, "config.json")
 
-    def last_config(self) -> dict[str, Any]:
-        """The config of the last start; empty where there was none."""
-        return self._recorded_config("config.json")
-
-    def start_configs(self) -> dict[int, dict[str, Any]]:
-        """The iteration that a start began after -> its config; of those that have recorded it."""
-        found = {int(Path(path).name): self._recorded_config(f"{path}/config.json") for path in self.listed("lineage")}
-        return {iteration: config for iteration, config in found.items() if config}
-
-    def _recorded_config(self, path: str) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                file = self.client.download_artifacts(self.run_id, path, folder)
-            except (OSError, mlflow.exceptions.MlflowException):
-                return {}
-            return dict(json.loads(Path(file).read_text()))
-
     def log_lineage(self, lineage: Lineage, iteration: int, config: Section | None = None) -> None:
         """Where this start of the run came from, and its config, under the iteration that it begins after."""
         tags = lineage.tags | lineage.start_tag(iteration)

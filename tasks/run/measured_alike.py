@@ -2,12 +2,14 @@
 """What of a run's earlier starts measured as the present one does: only that can be compared."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import pandas as pd
 
 from tasks.config.overrides import flat
 from tasks.config.tree import TrainConfig
+from tasks.records.history import HistoryError, RunHistory
 from tasks.records.tracking import Tracker
 
 
@@ -20,17 +22,17 @@ def measured_otherwise(config: TrainConfig, tags: Mapping[str, str], tracker: Tr
     """
     if not tracker.logged_steps:
         return
-    last, before = max(tracker.logged_steps), tracker.client.get_run(tracker.run_id).data.tags
-    for name, version in tags.items():
-        if name.startswith("reward.") and before.get(name, version) != version:
-            yield (
-                f"{name} is {version} now and was {before[name]} up to iteration {last}: scores before and after "
-                "cannot be compared; another reward is for another run, which model.initial_weights lets begin from "
-                "these weights"
-            )
-    earlier = flat(tracker.last_config())
-    now = _other(config, earlier)
-    other = [f"{path.partition('.')[2]} is {value} and was {earlier[path]}" for path, value in now.items()]
+    last, history = max(tracker.logged_steps), RunHistory(tracker.client, tracker.run_id)
+    before = history.run.data.tags
+    for name in other_versions(tags, before):
+        yield (
+            f"{name} is {tags[name]} now and was {before[name]} up to iteration {last}: scores before and after "
+            "cannot be compared; another reward is for another run, which model.initial_weights lets begin from "
+            "these weights"
+        )
+    other: list[str] = []
+    with suppress(HistoryError):
+        other = _other(config, history.config())
     if other:
         yield (
             f"validation is another than up to iteration {last} ({', '.join(other)}): held-out rewards before and "
@@ -38,18 +40,26 @@ def measured_otherwise(config: TrainConfig, tags: Mapping[str, str], tracker: Tr
         )
 
 
+def other_versions(tags: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
+    """Tags of rewards that two starts, or two runs, have both, of different versions."""
+    rewards = sorted(name for name in tags.keys() & others.keys() if name.startswith("reward."))
+    return [name for name in rewards if tags[name] != others[name]]
+
+
 def comparable_validations(config: TrainConfig, tracker: Tracker) -> dict[int, pd.DataFrame]:
     """Iteration -> table of the validations since the last start that measured them otherwise, if there was one."""
     since, follows_another = -1, False
-    for iteration, earlier in sorted(tracker.start_configs().items()):
+    for iteration, earlier in sorted(RunHistory(tracker.client, tracker.run_id).start_configs().items()):
         since = iteration if follows_another else since
-        follows_another = bool(_other(config, flat(earlier)))
+        follows_another = bool(_other(config, earlier))
     return {iteration: table for iteration, table in tracker.tables("validation").items() if iteration > since}
 
 
-def _other(config: TrainConfig, earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of the validation that another start had otherwise, with what they are now."""
-    present = flat(config.model_dump(mode="json"))
-    return {
-        path: value for path, value in present.items() if ".val_kwargs." in path and earlier.get(path, value) != value
-    }
+def _other(config: TrainConfig, earlier: Mapping[str, Any]) -> list[str]:
+    """Fields of the validation that a start with the earlier config had otherwise: what they are, and were."""
+    was = flat(earlier)
+    return [
+        f"{path.partition('.')[2]} is {value} and was {was[path]}"
+        for path, value in flat(config.model_dump(mode="json")).items()
+        if ".val_kwargs." in path and was.get(path, value) != value
+    ]

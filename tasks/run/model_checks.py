@@ -104,7 +104,7 @@ def _check_schedule(adapter: type[DiffusionModelBase], model_config: DiffusionMo
     """The noise levels are numbers: a schedule that is stretched to a last level (Qwen-Image) has none for one step."""
     with np.errstate(invalid="ignore"):
         levels = adapter.build_scheduler(model_config).sigmas
-    if not bool(levels.isfinite().all()):
+    if not levels.isfinite().all():
         raise ConfigError(
             f"the scheduler of {model_config.path} gives the noise levels {levels.tolist()} for num_inference_steps "
             f"{model_config.pipeline.num_inference_steps}: take more steps"

@@ -236,8 +236,7 @@ def _refuse_other_data(config: TrainConfig, data_digest: str, tracker: Tracker) 
     tags = tracker.client.get_run(tracker.run_id).data.tags
     if other := other_data(tags.get(DATA_TAG, data_digest), data_digest):
         raise CheckpointError(
-            f"what MLflow has of {config.run_dir} was made {other}: bring those back, or give the run another "
-            "trainer.experiment_name"
+            f"what MLflow has of {config.run_dir} was made {other} give the run another trainer.experiment_name"
         )
 
 

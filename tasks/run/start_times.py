@@ -12,11 +12,10 @@ MANY_MODULES = 1000
 """So many that are compiled anew take two seconds or more of each process."""
 
 
-def uncompiled_modules() -> list[str]:
+def uncompiled_modules() -> int:
     """Modules of this process whose compiled code is not on the disk, so that the next process compiles them again."""
-    specs = [(name, getattr(module, "__spec__", None)) for name, module in sys.modules.items()]
-    cached = {name: spec.cached for name, spec in specs if spec and spec.has_location and spec.cached}
-    return [name for name, file in cached.items() if not Path(file).is_file()]
+    specs = [getattr(module, "__spec__", None) for module in sys.modules.values()]
+    return sum(not Path(spec.cached).is_file() for spec in specs if spec and spec.has_location and spec.cached)
 
 
 class StartTimes:
@@ -56,12 +55,8 @@ class StartTimes:
         """What a run says once its first update is done."""
         parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.parts.items())
         said = f"the first update was done after {self.seconds:.1f} s: {parts}"
-        modules = len(uncompiled_modules())
+        modules = uncompiled_modules()
         if modules < MANY_MODULES:
             return said
-        return f"{said}; each process compiled {modules} modules anew, as their __pycache__ is {why_not_kept()}"
-
-
-def why_not_kept() -> str:
-    """Why no compiled code is on the disk, as far as this process knows."""
-    return "not written (PYTHONDONTWRITEBYTECODE)" if sys.dont_write_bytecode else "not there and cannot be written"
+        kept = "not written (PYTHONDONTWRITEBYTECODE)" if sys.dont_write_bytecode else "not there and cannot be written"
+        return f"{said}; each process compiled {modules} modules anew, as their __pycache__ is {kept}"

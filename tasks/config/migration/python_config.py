@@ -46,8 +46,8 @@ OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.NotIn: lambda left, right: left not in right,
 }
 CONFIG_FILE = re.compile(r"^(?P<file>\S+\.py)(?::(?P<function>\w+))?$")
-SETTING = "--config."
-"""Begins a word of a command line that gives one setting another value, once the function has made all."""
+SETTING = "config."
+"""Begins an option of a command line that gives one setting another value, once the function has made all."""
 PROCESSES, PER_NODE, NODES = ("num_processes",), ("nproc_per_node", "nproc-per-node"), ("nnodes",)
 """Options of accelerate's launcher, and of torchrun's two."""
 
@@ -147,16 +147,16 @@ class _Reader:
 
     def _do(self, node: ast.expr, local: dict[str, Any], depth: int) -> None:
         """A call for what it does: of a function that is given the config, a method of the config, or `setattr`."""
-        self.value(node, local, depth)
-        if not isinstance(node, ast.Call):
-            return
-        given = [self.value(argument, local, depth) for argument in node.args]
-        named = {word.arg: self.value(word.value, local, depth) for word in node.keywords}
-        path = self._path(node.func, local)
-        if path is not None:
-            self._call_method(path, given, named)
-        elif isinstance(node.func, ast.Name) and node.func.id == "setattr" and isinstance(given[0], Section):
-            self.settings[_joined(given[0].path, given[1])] = given[2]
+        path = self._path(node.func, local) if isinstance(node, ast.Call) else None
+        if isinstance(node, ast.Call) and (path is not None or ast.unparse(node.func) == "setattr"):
+            given = [self.value(argument, local, depth) for argument in node.args]
+            named = {word.arg: self.value(word.value, local, depth) for word in node.keywords}
+            if path is not None:
+                self._call_method(path, given, named)
+            elif len(given) == 3 and isinstance(given[0], Section):
+                self.settings[_joined(given[0].path, given[1])] = given[2]
+        else:
+            self.value(node, local, depth)
 
     def _call_method(self, path: str, given: list[Any], named: dict[str | None, Any]) -> None:
         """`update` sets what it is given; of any other method it is told that what it sets is not known."""
@@ -298,8 +298,7 @@ def _gpus(given: Mapping[str, str]) -> Any:
 
 
 def _settings(given: Mapping[str, str]) -> dict[str, Any]:
-    begins = SETTING.removeprefix("--")
-    return {name.removeprefix(begins): value_of(text) for name, text in given.items() if name.startswith(begins)}
+    return {name.removeprefix(SETTING): value_of(text) for name, text in given.items() if name.startswith(SETTING)}
 
 
 def read_config(file: Path, function: str | None, start: Start | None = None) -> list[Override]:

@@ -26,7 +26,8 @@ from tasks.config.presets import ACTOR, CORRECTION, FINISHED_SAMPLES, MODEL, PRE
 
 ESTIMATORS = ("flow_grpo", "mix_grpo", "dance_grpo", "gdpo")
 """Named here again: the estimators themselves come with torch."""
-
+MINI_BATCH = 256
+"""Prompts of an optimiser step that their scripts do not say."""
 
 NUMBERS: dict[str, Number] = {
     "trainer.nnodes": Number(1),
@@ -169,21 +170,23 @@ def _schedule(path: str, value: Any, given: Given) -> Outcome:
 
 def _updates(given: Given) -> int:
     """Optimiser steps of an iteration; 1 where the script leaves open how many."""
-    prompts, mini = given.get("data.train_batch_size"), given.get(f"{ACTOR}.ppo_mini_batch_size", 256)
-    return max(prompts // mini, 1) * given.get(f"{ACTOR}.ppo_epochs", 1) if prompts else 1
+    prompts = given.get("data.train_batch_size")
+    return max(prompts // _mini_batch(given), 1) * given.get(f"{ACTOR}.ppo_epochs", 1) if prompts else 1
+
+
+def _mini_batch(given: Given) -> Any:
+    """Prompts of an optimiser step."""
+    return given.get(f"{ACTOR}.ppo_mini_batch_size", MINI_BATCH)
 
 
 def _kl(path: str, value: Any, given: Given) -> Outcome:
     """Theirs divides by what its scheduler hands on: g with sde, the whole deviation with the other kernels."""
     if not value:
         return Taken({path: value})
+    form, note = "gaussian", "of the whole deviation, as there with this kernel"
     if given.get(f"{ROLLOUT}.algo.sde_type", "sde") == "sde":
-        return Taken(
-            {path: value, f"{ACTOR}.kl_loss_type": "flow_grpo"}, "of the form without the step length, as there"
-        )
-    return Taken(
-        {path: value, f"{ACTOR}.kl_loss_type": "gaussian"}, "of the whole deviation, as there with this kernel"
-    )
+        form, note = "flow_grpo", "of the form without the step length, as there"
+    return Taken({path: value, f"{ACTOR}.kl_loss_type": form}, note)
 
 
 def _levels(path: str, value: Any, given: Given) -> Outcome:
@@ -225,7 +228,7 @@ def _micro_batch(path: str, value: Any, given: Given) -> Taken:
     """Where a rank has no whole number of micro-batches, which is refused here, the next smaller that divides."""
     n = given.get(f"{ROLLOUT}.n", 1)
     ranks = given.get("trainer.nnodes", 1) * given.get("trainer.n_gpus_per_node", 8)
-    samples = given.get(f"{ACTOR}.ppo_mini_batch_size", 256) * n // ranks
+    samples = _mini_batch(given) * n // ranks
     fits = next((size for size in range(min(value, samples), 0, -1) if samples % size == 0), value)
     sampled = fits if given.get("algorithm.paired_preference") is not True else max(fits // n, 1) * n
     note = "the rollout samples as many together, so that its log-probs are replayed to the bit"
@@ -606,7 +609,7 @@ DEFAULTS: dict[str, Any] = {
     f"{ROLLOUT}.placement": lambda given: "separate" if _separate(given) else "colocated",
     f"{ROLLOUT}.num_actors": _rollout_workers,
     f"{ROLLOUT}.weight_transport": lambda given: "collective" if _separate(given) else "ipc",
-    f"{ACTOR}.ppo_mini_batch_size": 256,
+    f"{ACTOR}.ppo_mini_batch_size": MINI_BATCH,
     f"{ACTOR}.optim.lr": 1e-6,
     f"{ACTOR}.optim.weight_decay": 0.01,
     f"{ACTOR}.diffusion_loss.dpo_beta": 2000.0,

@@ -230,6 +230,7 @@ def test_a_script_of_several_runs_is_refused() -> None:
         ("config.seed, config.resolution = 3, 256", {"seed": 3, "resolution": 256}),
         ("config.seed: int = 3", {"seed": 3}),
         ("setattr(config.sample, 'num_steps', 10)", {"sample.num_steps": 10}),
+        ("setattr()\n    setattr(config)\n    config.seed = 3", {"seed": 3}),
         ("steps = 0\n    config.sample.num_steps = steps or 10", {"sample.num_steps": 10}),
         ("config.train.beta = +0.5", {"train.beta": 0.5}),
         ("config.reward_fn = {**config.reward_fn}", {"reward_fn": {COMPUTED: {"a": 1.0}}}),
