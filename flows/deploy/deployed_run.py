@@ -7,7 +7,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import httpx
 import typer
@@ -90,7 +90,9 @@ def _why(error: httpx.HTTPError) -> str:
 
 def start_run(deployment: str, parameters: Mapping[str, Any]) -> FlowRun:
     """A run of the deployment, "flow/name", which a worker of its pool takes."""
-    run = cast(FlowRun, run_deployment(deployment, parameters=dict(parameters), timeout=0, as_subflow=False))
+    once = str(uuid4())  # where the answer is lost, Prefect's client asks again: without it for another run
+    run = run_deployment(deployment, parameters=dict(parameters), timeout=0, as_subflow=False, idempotency_key=once)
+    run = cast(FlowRun, run)
     typer.echo(f"{deployment}: {url_for('flow-run', run.id)}")
     return run
 

@@ -9,11 +9,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import yaml
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from flows.deploy.deployed_run import start_run
 from tasks.system.processes import runs
+from tests.support.lost_answers import CREATES_RUN, lost_answers
 from tests.support.patience import PATIENCE, post, wait_until
 from tests.support.platform_helpers import RayHead, Workspace, make_workspace, run_as_forks, running
 from tests.support.processes import words_of
@@ -111,6 +115,23 @@ def run_deployed(deployed: Workspace) -> None:
         said = " ".join(watching.output().split())
         assert "iteration 1/1: reward" in said
         assert re.search(r"held-out [\d.]+ -> [\d.]+ after 1 iterations; weights runs/\S+, models:/tiny/1", said)
+
+
+def test_a_run_is_created_once_also_where_the_answer_to_it_is_lost(deployed: Workspace) -> None:
+    """Two of one config would want the same folder, and the one that is followed could be the one that is refused."""
+    server = httpx.URL(deployed.environment["PREFECT_API_URL"])
+    tiny = {"deployments": {"name": {"any_": ["tiny"]}}}
+    before = {run["id"] for run in api(deployed, "flow_runs/filter", tiny)}
+    with (
+        lost_answers(server.host, server.port, CREATES_RUN) as lossy,
+        temporary_settings({PREFECT_API_URL: f"{lossy.address}/api"}),
+    ):
+        run = start_run("train/tiny", {})
+    created = {run["id"] for run in api(deployed, "flow_runs/filter", tiny)} - before
+    for one in created:  # nobody is to run it
+        httpx.delete(f"{server}/flow_runs/{one}").raise_for_status()
+    assert len(lossy.lost) == 1
+    assert created == {str(run.id)}
 
 
 def completed(deployed: Workspace) -> bool:

@@ -29,7 +29,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from tasks.records.history import RunHistory
 from tasks.rewards.jpeg import jpeg_kilobytes
 from tasks.system.host_memory import all_bytes
-from tests.support.lost_answers import lost_answers
+from tests.support.lost_answers import ENDS_RUN, lost_answers
 from tests.support.patience import PATIENCE, get, post, wait_until
 from tests.support.platform_helpers import RayHead, Workspace, make_workspace
 
@@ -590,7 +590,7 @@ def blind(
     workspace = make_workspace(tmp_path_factory.mktemp("blind") / "workspace", prepared, prefect_server).on(ray_head)
     write_module(workspace, "blind_reward", BLIND_REWARD)
     server = httpx.URL(workspace.environment["PREFECT_API_URL"])
-    with lost_answers(server.host, server.port) as lossy:
+    with lost_answers(server.host, server.port, ENDS_RUN) as lossy:
         far = replace(workspace, environment=workspace.environment | {"PREFECT_API_URL": f"{lossy.address}/api"})
         output = far.train(
             "reward.functions={blind: {reward: 'blind_reward:blind'}}",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connection between a run and its Prefect server that breaks at the worst moment."""
+"""A connection to a Prefect server that breaks at the worst moment."""
 
 import re
 import socket
@@ -9,23 +9,25 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 ENDS_RUN = re.compile(rb'POST \S*/flow_runs/[\w-]+/set_state .*"type":\s*"COMPLETED"', re.DOTALL)
+CREATES_RUN = re.compile(rb"POST \S*/deployments/[\w-]+/create_flow_run .*\r\n\r\n\{", re.DOTALL)
 
 
 @dataclass
 class LostAnswers:
-    """Hands bytes on both ways, but for the answers to the requests that end a flow run, each lost once.
+    """Hands bytes on both ways, but for the answers to some requests, each lost once.
 
-    The server has written the run's end down when the connection breaks, so a client that asks again, as Prefect's
-    does, hears that this was done already.
+    The server has done what was asked when the connection breaks, and a client asks again, as Prefect's does.
 
     Attributes:
         server: host and port of the server.
         port: where this listens, on loopback.
+        requests: of those, as bytes of a connection, the answers are lost.
         lost: paths of the requests whose first answer was lost.
     """
 
     server: tuple[str, int]
     port: int
+    requests: re.Pattern[bytes]
     lost: set[str] = field(default_factory=set)
 
     @property
@@ -49,7 +51,8 @@ class LostAnswers:
             with suppress(OSError):
                 while part := client.recv(65536):
                     said = said[-65536:] + part
-                    if (found := ENDS_RUN.search(said)) and (path := found[0].split()[1].decode()) not in self.lost:
+                    asked = self.requests.search(said)
+                    if asked and (path := asked[0].split()[1].decode()) not in self.lost:
                         self.lost.add(path)
                         breaks.set()
                     server.sendall(part)
@@ -66,10 +69,10 @@ class LostAnswers:
 
 
 @contextmanager
-def lost_answers(host: str, port: int) -> Iterator[LostAnswers]:
+def lost_answers(host: str, port: int, requests: re.Pattern[bytes]) -> Iterator[LostAnswers]:
     """On a free port of loopback, during the block."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        proxy = LostAnswers((host, port), listener.getsockname()[1])
+        proxy = LostAnswers((host, port), listener.getsockname()[1], requests)
         threading.Thread(target=proxy.serve, args=(listener,), daemon=True).start()
         try:
             yield proxy
