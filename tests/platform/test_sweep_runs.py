@@ -15,7 +15,7 @@ from tasks.config.sweep import SweepConfig
 from tasks.records.study import open_study
 from tasks.system.processes import wait_until_ended
 from tests.support.patience import PATIENCE, wait_until
-from tests.support.platform_helpers import RayHead, Workspace
+from tests.support.platform_helpers import RayHead, Workspace, write_module
 from tests.support.processes import children_of, with_word, words_of
 
 SEARCH = {
@@ -34,7 +34,25 @@ search = SweepConfig(**json.loads(sys.argv[1]))
 print("the result is", json.dumps(sweep(load_recipe("tiny"), search, parse_changes(sys.argv[2:]))), flush=True)
 """
 FORK_SERVER = "multiprocessing.forkserver"
-SHORT = ("trainer.total_training_steps=2", "trainer.test_freq=1", "trainer.val_before_train=false")
+SHORT = (
+    "trainer.total_training_steps=2",
+    "trainer.test_freq=1",
+    "trainer.val_before_train=false",
+    "reward.functions={patient: {reward: 'patient_reward:patient'}}",
+)
+PATIENT_REWARD = """
+import time
+from pathlib import Path
+
+from tasks.rewards.jpeg import jpeg_kilobytes
+
+
+def patient(images, prompts):
+    while not Path({go!r}).exists():
+        time.sleep(0.05)
+    return [jpeg_kilobytes(image) for image in images]
+"""
+"""No run ends before there is a file of that name."""
 
 
 def children(process: psutil.Process) -> list[psutil.Process]:
@@ -51,7 +69,8 @@ def raylets(process: psutil.Process) -> list[psutil.Process]:
 def test_a_killed_child_fails_alone_and_a_killed_sweep_goes_on(workspace: Workspace, ray_head: RayHead) -> None:
     """All on one cluster of the sweep's, which ends with it; it goes on on one that is there. Two at once are refused:
     each would take the other's runs for interrupted ones."""
-    command = ("-c", COMMAND, json.dumps(SEARCH), *SHORT)
+    go, command = workspace.folder / "go", ("-c", COMMAND, json.dumps(SEARCH), *SHORT)
+    write_module(workspace, "patient_reward", PATIENT_REWARD.format(go=str(go)))
     process = workspace.start(*command)
     family = psutil.Process(process.pid)
     first = wait_until(lambda: len(found := children(family)) == 2 and found, "two children at a time")
@@ -69,6 +88,7 @@ def test_a_killed_child_fails_alone_and_a_killed_sweep_goes_on(workspace: Worksp
     left = [*running, raylet, *workers]
     assert not wait_until_ended(left, PATIENCE)  # nobody trains for a sweep that is gone
 
+    go.touch()
     said = workspace.on(ray_head).run(*command).partition("the result is ")[2]
     result = json.loads(said.splitlines()[0])
     assert result["complete"] == 2

@@ -4,7 +4,6 @@
 import base64
 import gzip
 import json
-import os
 import re
 import signal
 import sys
@@ -31,7 +30,7 @@ from tasks.rewards.jpeg import jpeg_kilobytes
 from tasks.system.host_memory import all_bytes
 from tests.support.lost_answers import ENDS_RUN, lost_answers
 from tests.support.patience import PATIENCE, get, post, wait_until
-from tests.support.platform_helpers import RayHead, Workspace, make_workspace
+from tests.support.platform_helpers import RayHead, Workspace, make_workspace, write_module
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTED_METRICS = {
@@ -482,14 +481,6 @@ def served_judge(workspace: Workspace) -> dict[str, Any]:
         str(workspace.folder / "journal"),
     ]
     return {"model_path": str(workspace.folder / "judge"), "command": command}
-
-
-def write_module(workspace: Workspace, name: str, source: str) -> None:
-    """A user's own module, which driver and workers find."""
-    (workspace.folder / f"{name}.py").write_text(source)
-    others = workspace.environment.get("PYTHONPATH")
-    paths = [str(workspace.folder)] + ([others] if others else [])
-    workspace.environment["PYTHONPATH"] = os.pathsep.join(paths)
 
 
 HACKED_REWARD = """

@@ -249,3 +249,11 @@ def make_workspace(
 def paths_below(folder: Path) -> Iterator[Path]:
     """All below it but folders, where others work: of a folder that goes meanwhile `Path.rglob` makes an error."""
     return (Path(root, name) for root, _, names in os.walk(folder) for name in names)
+
+
+def write_module(workspace: Workspace, name: str, source: str) -> None:
+    """A user's own module, which driver and workers find."""
+    (workspace.folder / f"{name}.py").write_text(source)
+    others = workspace.environment.get("PYTHONPATH")
+    paths = [str(workspace.folder)] + ([others] if others else [])
+    workspace.environment["PYTHONPATH"] = os.pathsep.join(paths)
