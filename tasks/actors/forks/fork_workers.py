@@ -28,6 +28,7 @@ Request = dict[str, Any]
 WHILE_IMPORTING = {
     "OMP_NUM_THREADS": "1",  # Ray's own choice for a worker, which it makes before that one imports anything
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's allocator would start a thread
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # diffusers asks whether there is a GPU, by default CUDA itself
 }
 """Variables that libraries read as they are loaded, where the environment does not have them."""
 WAIT_SECONDS = 30.0

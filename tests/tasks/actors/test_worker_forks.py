@@ -57,7 +57,9 @@ state = {
 streams = sorted(int(number) for number in os.listdir("/proc/self/fd"))
 import numpy
 numbers = [random.random(), numpy.random.random()]
-own = {"numbers": numbers, "imports": getattr(sys.modules.get("marker"), "pid", None)}
+marker = sys.modules.get("marker")
+asks_nvml = marker and marker.environment.get("PYTORCH_NVML_BASED_CUDA_CHECK")
+own = {"numbers": numbers, "imports": getattr(marker, "pid", None), "asks_nvml": asks_nvml}
 alone = os.getsid(0) == os.getpid()
 report = {"state": state, "own": own, "streams": streams[:3] == [0, 1, 2], "alone": alone}
 aside = Path(sys.argv[1] + ".aside")
@@ -156,6 +158,7 @@ def test_a_fork_is_the_process_that_python_would_be(folder: Path) -> None:
     imports = forked["own"]["imports"]
     assert imports not in (None, forked["state"]["pid"])
     assert plain["own"]["imports"] is None
+    assert forked["own"]["asks_nvml"] == "1", "whether there is a GPU: CUDA, once asked, is of no use in a fork"
     assert another["own"]["imports"] == imports
     assert len({*forked["own"]["numbers"], *another["own"]["numbers"], *plain["own"]["numbers"]}) == 6
     assert forked["alone"], "what ends its group ends nobody else"
