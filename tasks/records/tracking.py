@@ -127,10 +127,10 @@ class Tracker:
         goes on: the parameters stay those of the first start, and a tag resumed.<name> holds the present value.
         """
         whole = config.model_dump(mode="json")
-        present = {name: str(value)[:PARAM_LIMIT] for name, value in flat(whole).items()}
+        present = {name: str(value)[:PARAM_LIMIT] for name, value in as_parameters(whole).items()}
         chosen = [
-            *flat(config.model_dump(mode="json", exclude_unset=True)),
-            *flat(config.model_dump(mode="json", exclude_defaults=True)),
+            *as_parameters(config.model_dump(mode="json", exclude_unset=True)),
+            *as_parameters(config.model_dump(mode="json", exclude_defaults=True)),
         ]
         recorded = self.client.get_run(self.run_id).data
         first = recorded.params
@@ -380,13 +380,13 @@ def _few_retries(limits: Mapping[str, int]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}; lists stay whole, as JSON. MLflow allows no colon in a parameter's name."""
+def as_parameters(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}, as MLflow has parameters: lists whole, as JSON, and no colon in a name."""
     fields: dict[str, Any] = {}
     for name, value in tree.items():
         path = f"{prefix}{name}".replace(":", "/")
         if isinstance(value, Mapping) and value:
-            fields |= flat(value, f"{path}.")
+            fields |= as_parameters(value, f"{path}.")
         else:
             fields[path] = json.dumps(value) if isinstance(value, list | dict) else value
     return fields

@@ -15,7 +15,7 @@ from tasks.records.guards import COLLAPSE_TAG, FLOOR_TAG, HACKING_TAG
 from tasks.records.headline import UNMOVED_TAG
 from tasks.records.metrics import BEHIND, INSIDE
 from tasks.records.model_registry import REGRESSION
-from tasks.records.tracking import STEP_MARK, flat
+from tasks.records.tracking import STEP_MARK, as_parameters
 from tasks.report.charts import Chart, Series, finite, line_chart, number, sparkline
 from tasks.report.recorded import CONFIDENCE, RESAMPLES, Recorded
 from tasks.system.late_mlflow import mlflow_tags
@@ -251,7 +251,7 @@ def missing_rewards(recorded: Recorded) -> dict[str, int]:
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
     """Fields whose values differ, a missing one empty."""
-    flattened = [flat(config) for config in configs]
+    flattened = [as_parameters(config) for config in configs]
     fields = sorted({field for config in flattened for field in config})
     values = {field: [str(config.get(field, "")) for config in flattened] for field in fields}
     return [(field, row) for field, row in values.items() if len(set(row)) > 1]

@@ -12,7 +12,7 @@ from tasks.config.identity import shaping
 from tasks.config.tree import TrainConfig
 from tasks.records.headline import FLOW_RUN_TAG, REPORT, run_page
 from tasks.records.notes import LEARNT, RunNote, Weights
-from tasks.records.tracking import flat
+from tasks.records.tracking import as_parameters
 from tasks.run.training import TrainingRun
 from tasks.system.late_mlflow import mlflow_tags
 
@@ -24,8 +24,8 @@ MOST_CHANGES, MOST_LETTERS = 4, 30
 
 def run_label(config: TrainConfig, recipe: TrainConfig) -> str:
     """The run's name in MLflow: its recipe, what shapes the weights otherwise than there, and the config's digest."""
-    values = flat(shaping(config))
-    before = flat(shaping(recipe))
+    values = as_parameters(shaping(config))
+    before = as_parameters(shaping(recipe))
     changed = {path: str(value)[:MOST_LETTERS] for path, value in values.items() if before.get(path) != value}
     changes = [f"{path.rpartition('.')[2]}={value}" for path, value in changed.items()]
     if len(changes) > MOST_CHANGES:
