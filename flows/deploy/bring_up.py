@@ -30,6 +30,7 @@ from flows.deploy.service_record import (
     hold_services,
     living_processes,
 )
+from tasks.records.moved_records import DATABASE, FILES, require_own_files
 from tasks.system.access import dvc_environment, exported, exports, new_access, server_settings, write_private
 from tasks.system.heartbeats import HEARTBEATS
 
@@ -56,6 +57,7 @@ def bring_up(
         there = living_processes()
         _require_app()
         access = _access_of(there, ports) if there else new_access()
+        require_own_files(Path())
         end_leftovers()
         for name, port in ports.items():
             if name not in there:
@@ -162,8 +164,8 @@ def _start_servers(
 
 def _mlflow_server(port: int) -> list[str]:
     """Artifacts are files of this machine, so runs write them without a detour over HTTP."""
-    root = Path("mlruns").resolve().as_uri()
-    store = ["--backend-store-uri", "sqlite:///mlflow.db", "--default-artifact-root", root, "--no-serve-artifacts"]
+    root = Path(FILES).resolve().as_uri()
+    store = ["--backend-store-uri", f"sqlite:///{DATABASE}", "--default-artifact-root", root, "--no-serve-artifacts"]
     return ["mlflow", "server", "--app-name", MLFLOW_APP, *_address(port), "--workers", "1", *store]
 
 

@@ -23,6 +23,7 @@ from tasks.config.tracking import PASSWORD_OF_MLFLOW, TrackingConfig
 from tasks.records.flow_run_end import heed_no_signal
 from tasks.records.headline import HEADLINE, experiment_tags, headline
 from tasks.records.lineage import Lineage
+from tasks.records.moved_records import DATABASE, FILES, require_own_files
 from tasks.records.owner import close_dead_runs, owner_tags
 from tasks.records.patience import FULL, ONE_TRY, LocalClient, PatientClient, why_away
 from tasks.records.pictures import still
@@ -95,9 +96,16 @@ class Tracker:
     """
 
     def __init__(self, config: TrackingConfig, run_name: str, run_id: str | None = None, parent: str | None = None):
-        """Start the run in MLflow, or go on with it. Raises RunGone where MLflow has none of that id."""
+        """Start the run in MLflow, or go on with it.
+
+        Raises:
+            RunGone: MLflow has none of that id.
+            RecordsMoved: MLflow's database is this folder's, and leads to the files of another one.
+        """
         client = mlflow_client(config)
         self.uri = uri = client.tracking_uri
+        if config.artifacts is None and uri == f"sqlite:///{DATABASE}":
+            require_own_files(Path())
         self._plain = client if is_server(uri) else cast(MlflowClient, LocalClient(client))
         self.patience = PatientClient(self._plain, uri, config.max_outage_s)
         self.client = cast(MlflowClient, self.patience)
@@ -325,7 +333,7 @@ class Tracker:
 
     def _create_experiment(self, config: TrackingConfig, uri: str) -> str:
         """Raises MlflowException, `EXISTS`, where another run's first start has made it meanwhile."""
-        root = "mlruns" if config.artifacts is None and uri.startswith("sqlite:") else config.artifacts
+        root = FILES if config.artifacts is None and uri.startswith("sqlite:") else config.artifacts
         if root is not None and ":" not in root and not is_server(uri):
             root = Path(root).resolve().as_uri()  # MLflow would take %41 in a folder's name for an A
         return self.client.create_experiment(config.experiment, artifact_location=root, tags=experiment_tags())

@@ -3,8 +3,10 @@
 
 import functools
 import shutil
+import sqlite3
 import sys
 import tempfile
+from contextlib import closing
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -26,6 +28,8 @@ def mlflow_in(folder: Path) -> str:
     file = folder / "mlflow.db"
     if not file.exists():
         shutil.copyfile(empty_database(), file)
+        with closing(sqlite3.connect(file)) as store, store:  # as if it was made here
+            store.execute("UPDATE experiments SET artifact_location = ?", [f"{folder.resolve()}/mlruns/0"])
     return f"sqlite:///{file}"
 
 
