@@ -50,19 +50,29 @@ def register(
     except mlflow.exceptions.MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-    for version in client.search_model_versions(f"name = '{name}' AND run_id = '{tracker.run_id}'"):
-        if version.tags.get(ITERATION) == str(iteration):
-            return _described(client, version, weights)
+
+    there = partial(_registered, run_id=tracker.run_id, name=name, iteration=iteration)
+    if registered := there(client):
+        return _described(client, registered[0], weights)
     # A registered model's name may have a point, a logged model's may not.
     model = _logged_model(tracker, f"{name.replace('.', '-')}-{iteration:06d}", folder, iteration)
-    version = client.create_model_version(
-        name,
-        source=model.artifact_location,  # "models:/<id>" would be looked up at MLflow's default address
-        run_id=tracker.run_id,
-        model_id=model.model_id,
-        tags={ITERATION: str(iteration), **tags},
+    version = tracker.patience.once(
+        there,
+        lambda asked: asked.create_model_version(
+            name,
+            source=model.artifact_location,  # "models:/<id>" would be looked up at MLflow's default address
+            run_id=tracker.run_id,
+            model_id=model.model_id,
+            tags={ITERATION: str(iteration), **tags},
+        ),
     )
     return _described(client, version, weights)
+
+
+def _registered(client: MlflowClient, run_id: str, name: str, iteration: int) -> list[ModelVersion]:
+    """The version of an iteration of a run, if it is there."""
+    found = client.search_model_versions(f"name = '{name}' AND run_id = '{run_id}'")
+    return [version for version in found if version.tags.get(ITERATION) == str(iteration)]
 
 
 def _described(client: MlflowClient, version: ModelVersion, weights: Weights | None) -> ModelVersion:
@@ -83,13 +93,28 @@ def _logged_model(tracker: Tracker, name: str, folder: Path, iteration: int) -> 
     """The run's output model of that name, with its files; one that was begun is completed."""
     client = tracker.client
     experiment = client.get_run(tracker.run_id).info.experiment_id
-    begun = client.search_logged_models([experiment], f"name = '{name}' AND source_run_id = '{tracker.run_id}'")
-    model = begun[0] if begun else client.create_logged_model(experiment, name, tracker.run_id, model_type=LAYOUT)
+    this = f"name = '{name}' AND source_run_id = '{tracker.run_id}'"
+    model = tracker.patience.once(
+        lambda asked: asked.search_logged_models([experiment], this),
+        lambda asked: asked.create_logged_model(experiment, name, tracker.run_id, model_type=LAYOUT),
+    )
     if model.status != "READY":
         client.log_model_artifacts(model.model_id, str(folder))
-        client.log_outputs(tracker.run_id, [mlflow.entities.LoggedModelOutput(model.model_id, iteration)])
+        _log_output(tracker, model, iteration)
         client.finalize_logged_model(model.model_id, "READY")
     return model
+
+
+def _log_output(tracker: Tracker, model: LoggedModel, iteration: int) -> None:
+    """The run's page leads to the model. Once: MLflow refuses the output that a run has already, and would refuse it
+    each time that a run which was killed behind this goes on."""
+    output, run_id = mlflow.entities.LoggedModelOutput(model.model_id, iteration), tracker.run_id
+
+    def logged(asked: MlflowClient) -> list[None]:
+        known = asked.get_run(run_id).outputs
+        return [None for there in known.model_outputs if there == output] if known else []
+
+    tracker.patience.once(logged, lambda asked: asked.log_outputs(run_id, [output]))
 
 
 def tag_versions(tracker: Tracker, name: str, first: int, tag: str, text: str) -> None:

@@ -7,8 +7,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from tasks.system.signals import held_back
 T = TypeVar("T")
 ONE_TRY = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "60"}
 """MLflow's settings in the environment: its own retries take four minutes, and are silent."""
+NO_RETRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": 0}
 LOCKED = "database is locked"
 """SQLite's word, after the 20 seconds that MLflow has it wait for whoever holds the file."""
 FULL = "database or disk is full"
@@ -133,6 +134,26 @@ class PatientClient(AskedClient):
         finally:
             self.waits = False
 
+    def once(self, find: Callable[[MlflowClient], Sequence[T]], make: Callable[[MlflowClient], T]) -> T:
+        """What is there already, or else is made: where only the answer to that was lost, it is found, not made twice.
+
+        Args:
+            find: of the client that it is given, the first is taken.
+            make: of the same client; MLflow's own retries, which do not look before, have no part in it.
+
+        Raises:
+            TrackingAway: as `asked`.
+        """
+
+        def found_or_made() -> T:
+            there = find(self._client)
+            if there:
+                return there[0]
+            with few_retries(NO_RETRIES):
+                return make(self._client)
+
+        return self.asked(found_or_made)
+
     def _again(self, request: Callable[[], T], begun: float, error: Exception) -> T:
         thread = threading.get_ident()
         self._begun[thread] = begun
@@ -171,6 +192,23 @@ class PatientClient(AskedClient):
             f"tracking.max_outage_s {self._seconds:g} ({why_away(error)}): {mend}; the same command then continues "
             "the run"
         ) from error
+
+
+@contextmanager
+def few_retries(limits: Mapping[str, int]) -> Iterator[None]:
+    """MLflow's requests within give up after seconds, where its own settings take minutes; a shorter one stays."""
+    before = {name: os.environ.get(name) for name in limits}
+    for name, most in limits.items():
+        given = before[name]
+        os.environ[name] = str(most if given is None or given == ONE_TRY[name] else min(most, int(given)))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def why_away(error: BaseException) -> str | None:

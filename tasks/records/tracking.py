@@ -2,7 +2,6 @@
 """MLflow: what a run was, what it measured, what it drew."""
 
 import json
-import os
 import re
 import tempfile
 import time
@@ -24,8 +23,8 @@ from tasks.records.flow_run_end import heed_no_signal
 from tasks.records.headline import HEADLINE, experiment_tags, headline
 from tasks.records.lineage import Lineage
 from tasks.records.moved_records import DATABASE, FILES, require_own_files
-from tasks.records.owner import close_dead_runs, owner_tags
-from tasks.records.patience import FULL, ONE_TRY, LocalClient, PatientClient, why_away
+from tasks.records.owner import OWNER, close_dead_runs, owner_tags
+from tasks.records.patience import FULL, LocalClient, PatientClient, few_retries, why_away
 from tasks.records.pictures import still
 from tasks.records.second_trackers import SecondTrackers
 from tasks.records.tracking_address import TrackingAway, is_server
@@ -258,7 +257,7 @@ class Tracker:
 
     def log_last(self, file: Path) -> None:
         """A file as an artifact at the top, of a run that fails: see `LAST_WORDS`."""
-        with _few_retries(LAST_WORDS):
+        with few_retries(LAST_WORDS):
             self._plain.log_artifact(self.run_id, str(file))
 
     def latest(self) -> dict[str, float]:
@@ -286,7 +285,7 @@ class Tracker:
         except BaseException as error:
             status = "KILLED" if isinstance(error, KeyboardInterrupt | TerminationSignal) else "FAILED"
             try:
-                with _few_retries(NO_TIME if isinstance(error, TerminationSignal | TrackingAway) else LAST_WORDS):
+                with few_retries(NO_TIME if isinstance(error, TerminationSignal | TrackingAway) else LAST_WORDS):
                     self._plain.set_terminated(self.run_id, status)
             except (Exception, KeyboardInterrupt) as of_mlflow:  # what ended the run is the error that is raised
                 reason = why_away(of_mlflow) or " ".join(str(of_mlflow).split()) or type(of_mlflow).__name__
@@ -351,9 +350,18 @@ class Tracker:
         return run_id
 
     def _create(self, experiment: str, run_name: str, parent: str | None) -> str:
-        """A run that has its owner from the first moment on: one that is killed in the next is seen to be dead."""
-        tags = {mlflow_tags.MLFLOW_PARENT_RUN_ID: parent} if parent else {}
-        return self.client.create_run(experiment, run_name=run_name, tags=tags | owner_tags()).info.run_id
+        """A run that has its owner from the first moment on: one that is killed in the next is seen to be dead.
+
+        It is known again by when this process began it: a second one would be RUNNING for as long as the process is.
+        """
+        tags = ({mlflow_tags.MLFLOW_PARENT_RUN_ID: parent} if parent else {}) | owner_tags()
+        begun = int(time.time() * 1000)
+        this = f"attributes.start_time = {begun} AND tags.`{OWNER}` = '{tags[OWNER]}'"
+        run = self.patience.once(
+            lambda client: client.search_runs([experiment], this),
+            lambda client: client.create_run(experiment, begun, tags, run_name),
+        )
+        return str(run.info.run_id)
 
     def remove(self, paths: Sequence[str]) -> None:
         """Delete artifacts, files or folders.
@@ -369,23 +377,6 @@ class Tracker:
     def listed(self, folder: str) -> list[str]:
         """Paths of what is in an artifact folder; none where there is no such folder."""
         return [item.path for item in self.client.list_artifacts(self.run_id, folder)]
-
-
-@contextmanager
-def _few_retries(limits: Mapping[str, int]) -> Iterator[None]:
-    """MLflow's requests within give up after seconds, where its own settings take minutes; a shorter one stays."""
-    before = {name: os.environ.get(name) for name in limits}
-    for name, most in limits.items():
-        given = before[name]
-        os.environ[name] = str(most if given is None or given == ONE_TRY[name] else min(most, int(given)))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def as_parameters(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

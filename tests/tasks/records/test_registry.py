@@ -49,6 +49,13 @@ class Killed(MlflowClient):
         raise KeyboardInterrupt
 
 
+class KilledLater(MlflowClient):
+    """A client whose process ends before it says that all files are there."""
+
+    def finalize_logged_model(self, *arguments: Any, **named: Any) -> None:
+        raise KeyboardInterrupt
+
+
 def versions(tracker: Tracker) -> list[int]:
     return sorted(int(version.version) for version in tracker.client.search_model_versions("name = 'tiny'"))
 
@@ -78,9 +85,12 @@ def test_a_version_is_described_also_where_a_registration_was_cut_off_before(tra
     assert str(weights) in described.description
 
 
-def test_a_registration_that_was_cut_off_is_completed(tracker: Tracker, weights: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", [Killed, KilledLater])
+def test_a_registration_that_was_cut_off_is_completed(
+    tracker: Tracker, weights: Path, tmp_path: Path, killed: type[MlflowClient]
+) -> None:
     whole = tracker.client
-    tracker.client = Killed(tracker.uri, tracker.uri)
+    tracker.client = killed(tracker.uri, tracker.uri)
     with pytest.raises(KeyboardInterrupt):
         register(tracker, "tiny", weights, 2, {})
     tracker.client = whole

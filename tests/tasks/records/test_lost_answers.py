@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run has in MLflow where the answers to its requests are lost: MLflow has done what was asked all the same."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from tasks.config.tracking import TrackingConfig
+from tasks.records.model_registry import champion, measurable_versions, promote, register
+from tasks.records.tracking import Tracker
+from tasks.system.ports import free_port
+from tests.support.lost_answers import LostAnswers, lost_answers
+from tests.support.mlflow_store import server_command
+from tests.support.patience import wait_for_server
+from tests.support.platform_helpers import background
+
+MAKE = re.compile(rb"POST \S*/(runs/create|logged-models|runs/outputs|model-versions/create) ")
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Of MLflow's server on loopback."""
+    folder, port = tmp_path_factory.mktemp("mlflow"), free_port()
+    command, told = server_command(folder, port)
+    quiet = os.environ | told | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with background(command, quiet, folder / "server.log", folder):
+        wait_for_server(f"http://127.0.0.1:{port}/health", "MLflow's start")
+        yield port
+
+
+def tracked(lossy: LostAnswers, experiment: str) -> Tracker:
+    return Tracker(TrackingConfig(uri=lossy.address, experiment=experiment), "a-run")
+
+
+@pytest.mark.slow  # it starts MLflow's server
+@pytest.mark.parametrize("retries", ["0", "3"])
+def test_what_a_run_makes_is_made_once(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retries: str
+) -> None:
+    """Also where the environment has MLflow's client ask again by itself: it would not look for what it has made."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", retries)
+    (tmp_path / "weights.bin").write_bytes(b"trained")
+    name = f"retries-{retries}"
+    with lost_answers("127.0.0.1", port, MAKE) as lossy:
+        tracker = tracked(lossy, name)
+        version = register(tracker, name, tmp_path, 2, {})
+        promote(tracker.client, version)
+    client = MlflowClient(f"http://127.0.0.1:{port}")
+    (run,) = client.search_runs([tracker.experiment_id])
+    assert run.info.run_id == tracker.run_id
+    (model,) = client.search_logged_models([tracker.experiment_id])
+    assert model.status == "READY"
+    assert [output.model_id for output in run.outputs.model_outputs] == [model.model_id]
+    assert [found.version for found in measurable_versions(client, name)] == [version.version]
+    best = champion(client, name)
+    assert best is not None
+    assert best.version == version.version
+    assert len(lossy.lost) == 4
