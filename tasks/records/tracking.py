@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -368,11 +368,12 @@ class Tracker:
 
         Raises:
             MlflowException: the artifact store cannot delete.
+            TrackingAway: it did not answer for too long.
         """
         root = self.client.get_run(self.run_id).info.artifact_uri
         store = artifact_repository_registry.get_artifact_repository(root, tracking_uri=self.uri)
         for path in paths:
-            store.delete_artifacts(path)
+            self.patience.asked(partial(store.delete_artifacts, path))
 
     def listed(self, folder: str) -> list[str]:
         """Paths of what is in an artifact folder; none where there is no such folder."""

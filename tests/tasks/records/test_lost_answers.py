@@ -19,6 +19,7 @@ from tests.support.patience import wait_for_server
 from tests.support.platform_helpers import background
 
 MAKE = re.compile(rb"POST \S*/(runs/create|logged-models|runs/outputs|model-versions/create) ")
+REMOVE = re.compile(rb"DELETE \S*/mlflow-artifacts/")
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +62,16 @@ def test_what_a_run_makes_is_made_once(
     assert best is not None
     assert best.version == version.version
     assert len(lossy.lost) == 4
+
+
+@pytest.mark.slow  # it starts MLflow's server
+def test_a_file_that_is_gone_already_is_removed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with lost_answers("127.0.0.1", port, REMOVE) as lossy:
+        tracker = tracked(lossy, "removes")
+        for file in ("one", "other"):
+            tracker.log_bytes(b"", f"pictures/{file}")
+        tracker.remove(["pictures/one"])
+        assert tracker.listed("pictures") == ["pictures/other"]
+    assert len(lossy.lost) == 1
