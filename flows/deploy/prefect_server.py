@@ -4,12 +4,13 @@
 Also what it is told before it is shut down: that the flow runs of its pool have ended.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from datetime import timedelta
 from typing import Any
 
+from httpx import HTTPStatusError, codes
 from prefect.automations import Automation, EventTrigger
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.filters import (
     FlowRunFilter,
@@ -20,8 +21,10 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import StateType, WorkerStatus
 from prefect.events.actions import ChangeFlowRunState, RunDeployment
+from prefect.events.schemas.automations import Automation as StoredAutomation
 from prefect.events.schemas.automations import AutomationCore, Posture
 from prefect.events.schemas.events import ResourceSpecification
+from prefect.exceptions import ObjectAlreadyExists
 from prefect.states import Crashed
 from prefect.workers.process import ProcessWorker
 
@@ -45,7 +48,10 @@ def set_up_pool(pool: str, runs: int, gpu_limit: str, gpus: int) -> None:
         template["variables"]["properties"]["env"]["default"] = HEARTBEATS  # for workers of other machines, too
         wanted = WorkPoolCreate(name=pool, type="process", base_job_template=template, concurrency_limit=runs)
         client.create_work_pool(wanted, overwrite=True)
-        client.upsert_global_concurrency_limit_by_name(gpu_limit, gpus)
+        try:
+            client.upsert_global_concurrency_limit_by_name(gpu_limit, gpus)
+        except ObjectAlreadyExists:  # made by this request, which Prefect's client repeats where the answer is lost
+            client.upsert_global_concurrency_limit_by_name(gpu_limit, gpus)
 
 
 def regression_automation() -> Automation:
@@ -119,9 +125,20 @@ def update_automations() -> None:
             there = client.read_automations_by_name(automation.name)
             if [_content(old) for old in there] == [_content(automation)]:
                 continue
-            for old in there:
-                client.delete_automation(old.id)
-        automation.create()
+            _delete(client, there)
+            automation.create()
+            # Where the answer to that was lost, Prefect's client has asked again: two would start two flow runs each.
+            _delete(client, client.read_automations_by_name(automation.name)[1:])
+
+
+def _delete(client: SyncPrefectClient, automations: Iterable[StoredAutomation]) -> None:
+    """Remove these, also where the answer is lost: asked again, the server says that there is no such automation."""
+    for automation in automations:
+        try:
+            client.delete_automation(automation.id)
+        except HTTPStatusError as error:
+            if error.response.status_code != codes.NOT_FOUND:
+                raise
 
 
 def _content(automation: AutomationCore) -> dict[str, Any]:
