@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
+from pathlib import Path
 from typing import Any, TypeVar
 
 import requests
@@ -18,7 +19,7 @@ from prefect.logging import get_run_logger
 
 from models.errors import full_disk, no_room_for
 from tasks.records.tracking_address import TrackingAway, is_server
-from tasks.system.late_mlflow import MlflowClient
+from tasks.system.late_mlflow import MlflowClient, mlflow
 from tasks.system.signals import held_back
 
 T = TypeVar("T")
@@ -153,6 +154,27 @@ class PatientClient(AskedClient):
                 return make(self._client)
 
         return self.asked(found_or_made)
+
+    def download_artifacts(self, run_id: str, path: str, dst_path: str | None = None) -> str:
+        """As MLflow's, which says of each download that fails that there is no such artifact: where there is one, it is
+        asked for again, and where MLflow does not say whether there is, that is waited for.
+
+        Raises:
+            MlflowException: the run has no such artifact.
+            TrackingAway: as `asked`.
+        """
+
+        def downloaded() -> str:
+            try:
+                return str(self._client.download_artifacts(run_id, path, dst_path))
+            except mlflow.exceptions.MlflowException:
+                folder = Path(path).parent.as_posix()
+                files = self._client.list_artifacts(run_id, None if folder == "." else folder)
+                if path not in [file.path for file in files]:
+                    raise
+            return str(self._client.download_artifacts(run_id, path, dst_path))
+
+        return self.asked(downloaded)
 
     def _again(self, request: Callable[[], T], begun: float, error: Exception) -> T:
         thread = threading.get_ident()

@@ -6,10 +6,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from mlflow import MlflowClient
 
 from tasks.config.tracking import TrackingConfig
+from tasks.records.history import HistoryError, RunHistory
 from tasks.records.model_registry import champion, measurable_versions, promote, register
 from tasks.records.tracking import Tracker
 from tasks.system.ports import free_port
@@ -19,6 +21,7 @@ from tests.support.patience import wait_for_server
 from tests.support.platform_helpers import background
 
 MAKE = re.compile(rb"POST \S*/(runs/create|logged-models|runs/outputs|model-versions/create) ")
+DOWNLOAD = re.compile(rb"GET \S*/mlflow-artifacts/\S*\.parquet ")
 REMOVE = re.compile(rb"DELETE \S*/mlflow-artifacts/")
 
 
@@ -74,4 +77,18 @@ def test_a_file_that_is_gone_already_is_removed(port: int, monkeypatch: pytest.M
             tracker.log_bytes(b"", f"pictures/{file}")
         tracker.remove(["pictures/one"])
         assert tracker.listed("pictures") == ["pictures/other"]
+    assert len(lossy.lost) == 1
+
+
+@pytest.mark.slow  # it starts MLflow's server
+def test_a_download_that_breaks_is_made_again(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow says of it that there is no such artifact; which it says of one that is not there, too."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with lost_answers("127.0.0.1", port, DOWNLOAD) as lossy:
+        tracker = tracked(lossy, "downloads")
+        tracker.log_table(pd.DataFrame({"reward": [0.5]}), "validation/000010.parquet")
+        assert [table.reward.tolist() for table in tracker.tables("validation").values()] == [[0.5]]
+        with pytest.raises(HistoryError, match=r"has no validation/000020\.parquet"):
+            RunHistory(tracker.client, tracker.run_id).table("validation", 20)
     assert len(lossy.lost) == 1
