@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """perf/throughput is per GPU, of all that a run holds."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,3 +34,15 @@ def test_pictures_a_second_are_shared_among_all_gpus_or_on_the_cpu_the_ranks(
     run: Any = SimpleNamespace(config=config, spent={})
     metrics = _time_metrics(run, Stopwatch(), images=512)
     assert metrics["perf/throughput"] * metrics["perf/time_per_step"] == pytest.approx(512 / gpus)
+
+
+@pytest.mark.parametrize(("recipe", "gpus"), [("qwen-image-ocr-flow-grpo", 4 + 4), ("quickstart", 0)])
+def test_what_an_iteration_cost_is_added_to_what_was_spent_before(recipe: str, gpus: int) -> None:
+    """Hours of the clock, and of all GPUs that the run holds; on the CPU there are none of these."""
+    spent = {"cost/hours": 0.5, "cost/gpu_hours": 0.5 * gpus}
+    run: Any = SimpleNamespace(config=load_recipe(recipe, PREFECT_YAML), spent=spent)
+    metrics = _time_metrics(run, Stopwatch(begun=time.perf_counter() - 1800), images=512)
+    hours = 0.5 + metrics["perf/time_per_step"] / 3600
+    assert run.spent == pytest.approx({"cost/hours": hours, "cost/gpu_hours": gpus * hours})
+    assert hours > 1
+    assert {name: metrics[name] for name in spent} == run.spent

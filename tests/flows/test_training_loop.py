@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loop's own decisions: which prompts an iteration takes, and which weights the rollout is left with."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from prefect.logging import disable_run_logger
 
 import flows.train as loop
+from models.algorithms.rollout_correction import RatioError
 from models.weights.canary import Agreement, CanaryLimits
 from tasks.actors.reward_group import Scores
 from tasks.actors.trainer_group import Synced
@@ -20,6 +22,7 @@ from tasks.records.model_registry import HELD_OUT_TAG
 from tasks.records.run_store import CheckpointStore
 from tasks.records.tracking import Tracker
 from tasks.run import instruments
+from tasks.run.collect import Iteration
 from tasks.run.kept_stages import KeptStages
 from tasks.run.schedule import is_exported, is_measured, is_saved, is_validated
 from tasks.run.summary import version_tags
@@ -189,7 +192,10 @@ def test_what_is_kept_of_an_iteration_goes_once_a_checkpoint_has_it(tmp_path: Pa
         if run.iteration < 3:
             store.save(run.state(run.iteration), lambda folder: (folder / "weights").write_text("new"))
     run.forget_stages()
-    assert [stages.scores(run.state(number), {}) is not None for number in (1, 2, 3)] == [False, False, True]
+    assert [stages.scores(run.state(number), {}) for number in (1, 2)] == [None, None]
+    found = stages.scores(run.state(3), {})
+    assert found is not None
+    assert found[0] == 0, "the policy that sampled, which may be older than the iteration before"
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -242,15 +248,61 @@ def test_a_rollouts_trace_has_the_sampling_of_its_iteration(
     assert traces == {f"profile/{number:06d}/rollout_0.json.gz": [number] for number in (2, 4) if number != kept}
 
 
+def test_every_iteration_but_the_first_is_sampled_ahead_and_none_that_there_will_not_be() -> None:
+    """Nor one that an earlier process has sampled."""
+    settings = {"one_step_off_policy": True, "total_training_steps": 4}
+    run = run_of({"trainer": settings}, inputs=None, stages=SimpleNamespace(has_rollout=lambda number: number == 3))
+    assert [number for number in range(2, 7) if loop._is_sampled_ahead(run, number)] == [2, 4]
+
+
+def test_an_update_that_left_a_step_out_is_not_the_one_whose_ratios_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a step with a gradient of NaN nothing is recorded, so the next update is the first that shows rounding."""
+    far_off = {"actor/ratio_deviation/first": 1.0, "actor/pg_clipfrac": 1.0}
+    updates = iter(
+        [
+            {OPTIMIZER_STEPS: 1.0, "actor/nonfinite_steps": 1.0},
+            {OPTIMIZER_STEPS: 3.0, "actor/nonfinite_steps": 0.0} | far_off,
+        ]
+    )
+    monkeypatch.setattr(loop, "update", lambda *_: next(updates))
+    monkeypatch.setattr(loop, "profiled", lambda *_: nullcontext())
+    monkeypatch.setattr(loop, "say", lambda line: None)
+    online = SimpleNamespace(rollout=SimpleNamespace(asleep=lambda clock, with_policy: nullcontext()))
+    run = run_of({"trainer": {"save_freq": 0}}, inputs=None, online_parts=online)
+    monkeypatch.setattr(run, "actor_groups", dict)
+    with disable_run_logger():  # there is no flow here
+        loop.update_and_save(run, Iteration(number=1), Stopwatch())
+        assert (run.iteration, run.has_updated) == (1, False)
+        with pytest.raises(RatioError):
+            loop.update_and_save(run, Iteration(number=2), Stopwatch())
+    assert run.iteration == 1, "no checkpoint has the second"
+
+
 class Weights:
-    """Stands for the ranks and their way to the workers: `held` are those that the rollout samples with."""
+    """Stands for the ranks and their way to the workers: `held` are those that the rollout samples with, and
+    `version` the iteration that they are said to be of."""
 
     def __init__(self, held: str) -> None:
-        self.held = held
+        self.held, self.version = held, -1
 
     def broadcast(self, rollout: Any, canary: Any, version: int, limits: Any, which: str) -> Synced:
-        self.held = which
+        self.held, self.version = which, version
         return Synced(Agreement(0.0), 0.0, {})
+
+
+@pytest.mark.parametrize(("which", "version"), [("policy", 3), ("old", 3), ("average", 3), ("previous", 2)])
+def test_weights_are_sent_as_those_of_the_iteration_that_made_them(
+    monkeypatch: pytest.MonkeyPatch, which: Any, version: int
+) -> None:
+    """What is sampled again, one step ahead, is by the policy of the update before: its lag is 1 as it was."""
+    weights = Weights("nothing")
+    monkeypatch.setattr(loop, "sync_weights", sync_weights.fn)  # the task's function alone: there is no flow here
+    run = run_of({}, inputs=None, trainer=weights, online_parts=SimpleNamespace(rollout=None, canary=None))
+    run.iteration = 3
+    loop.sync(run, Stopwatch(), which)
+    assert (weights.held, weights.version) == (which, version)
 
 
 @pytest.mark.parametrize(

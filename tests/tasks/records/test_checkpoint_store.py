@@ -333,6 +333,7 @@ def test_a_changed_record_is_found_by_its_own_digest(tmp_path: Path, change: dic
     [
         ({}, None),
         ({"iteration": 999}, "is of iteration 999, the folder's name of 2"),
+        ({"iteration": 1}, "is of iteration 1, the folder's name of 2"),
         ({"iteration": "2"}, r"damaged \(iteration: .*integer"),
         ({"iteration": True}, r"damaged \(iteration: .*integer"),
         ({"metrics": None}, r"damaged \(metrics: "),

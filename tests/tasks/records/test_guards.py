@@ -226,6 +226,17 @@ def test_a_guard_is_flagged_at_the_second_validation_in_a_row_that_finds_it_fall
     assert watched.doubtful_from == 11, "what was exported after iteration 10, the last validation without a doubt"
 
 
+@pytest.mark.parametrize(
+    ("later", "flag"),
+    [([(0.7, 0.2), (0.8, 0.15)], "guard/taste/flag"), ([(0.2, 0.5), (0.15, 0.5)], "held_out/collapse/flag")],
+)
+def test_the_first_validation_that_has_one_before_it_is_no_row(later: list[tuple[float, float]], flag: str) -> None:
+    """What has fallen by then is only flagged if the next validation finds it, too."""
+    watched = watch()
+    every = tables({0: (0.5, 0.5)} | dict(zip((10, 20), later, strict=True)))
+    assert [watched.judge(step, table).get(flag) for step, table in every.items()] == [None, 0, 1]
+
+
 def test_a_guard_that_is_back_is_flagged_no_more_and_its_flag_is_remembered() -> None:
     watched = watch()
     for step, table in tables(HACKED).items():
@@ -233,6 +244,9 @@ def test_a_guard_that_is_back_is_flagged_no_more_and_its_flag_is_remembered() ->
     assert found["guard/taste/flag"] == 0
     assert (watched.flagged, watched.suspects, watched.sentence(now=True)) == (set(), set(), None)
     assert watched.sentence() is not None
+    stopping = TrainConfig.model_validate({"reward": {"guards": {"action": "stop"}}})
+    stop_if_flagged(stopping, watched, 40)  # a run that was told to go on meanwhile is let go on
+    refuse_flagged(stopping, watched)
 
 
 COLLAPSED = {0: (0.5, 0.5), 10: (0.8, 0.5), 20: (0.75, 0.5), 30: (0.6, 0.5), 40: (0.4, 0.5), 50: (0.7, 0.5)}
@@ -467,4 +481,5 @@ def test_guards_are_not_watched_and_a_resumed_run_remembers() -> None:
     watched = floor(ocr={}, shapes={"guard": True})
     assert watched.metrics(1, {"ocr": BLIND[0], "shapes": BLIND[0]}) == {"reward/ocr/at_floor": 1.0}
     assert told(floor({"reward/ocr/at_floor": {1: 1.0, 2: 1.0}}, ocr={}), BLIND[2], first=3)[0] is not None
-    assert told(floor({"reward/ocr/at_floor": {1: 0.0, 2: 1.0}}, ocr={}), BLIND[2], first=3) == [None]
+    for known in ({1: 0.0, 2: 1.0}, {1: 1.0}):  # an iteration that nobody watched speaks for nothing
+        assert told(floor({"reward/ocr/at_floor": known}, ocr={}), BLIND[2], first=3) == [None]

@@ -567,14 +567,20 @@ def test_an_optional_reward_that_is_missing_says_nothing_about_its_sample():
     assert np.isnan(required).tolist() == np.isnan(taste).tolist()
 
 
-def test_a_sample_without_a_sum_has_no_part_in_what_stands_for_a_missing_optional_reward():
-    """Its own score, which nobody is compared with, would else be for or against the sample that lacks one."""
+@pytest.mark.parametrize(("settings", "has_part"), [({}, False), ({"guard": True}, True)], ids=["required", "guard"])
+def test_a_sample_without_a_sum_has_no_part_in_what_stands_for_a_missing_optional_reward(settings, has_part):
+    """Its own score, which nobody is compared with, would else be for or against the sample that lacks one. One reward
+    of several that it needs is enough; a guard is in no sum, so a sample that lacks that alone has one."""
     nan, uids = np.nan, np.array(list("aaaa"))
-    text, taste = np.array([nan, 0.5, 0.5, 0.5], np.float32), np.array([1.0, nan, 0.2, 0.2], np.float32)
-    functions = RewardConfig(functions={"text": {}, "taste": {"required": False}}).functions
-    total = trained_reward({"text": text, "taste": taste}, functions, uids)
-    assert np.isnan(total[0])
-    assert total[1:] == pytest.approx([0.7] * 3)
+    text, other = np.full(4, 0.5, np.float32), np.array([nan, 0.25, 0.25, 0.25], np.float32)
+    taste = np.array([1.0, nan, 0.2, 0.2], np.float32)
+    functions = RewardConfig(functions={"text": {}, "other": settings, "taste": {"required": False}}).functions
+    total = trained_reward({"text": text, "other": other, "taste": taste}, functions, uids)
+    if has_part:
+        assert total == pytest.approx([1.5, 0.5 + 1.4 / 3, 0.7, 0.7])
+    else:
+        assert np.isnan(total[0])
+        assert total[1:] == pytest.approx([0.95] * 3)
 
 
 # --- the configuration

@@ -15,7 +15,7 @@ from tasks.records.lineage import Lineage
 from tasks.records.run_store import CHECKPOINTS, STAGES, CheckpointError, CheckpointStore, RunState
 from tasks.records.tracking import Tracker
 from tasks.run.measured_alike import comparable_validations, measured_otherwise
-from tasks.run.opening import DATA_TAG, _refuse_other_data, _told_if_gone, open_run
+from tasks.run.opening import DATA_TAG, _check_kept, _refuse_other_data, _told_if_gone, open_run
 from tasks.run.start_times import StartTimes
 from tests.support.mlflow_store import mlflow_in
 
@@ -40,6 +40,20 @@ def test_what_is_kept_of_other_data_is_seen_before_ray_starts(
         with open_run(config, inputs, config, StartTimes()):
             pass
     assert not ray.is_initialized()
+
+
+def test_what_is_kept_of_an_iteration_that_a_checkpoint_has_stops_no_run(tmp_path: Path) -> None:
+    """Nothing asks for it any more; what is of a later iteration the run would go on with."""
+    config = TrainConfig(trainer={"default_local_dir": tmp_path})
+    store = CheckpointStore(config.run_dir / CHECKPOINTS)
+    kept = CheckpointStore(config.run_dir / STAGES / "rollout", content="batches")
+    store.save(RunState(2, config.digest(), "data-weights", "run"), lambda folder: (folder / "x").touch())
+    for iteration in (2, 3):
+        kept.save(RunState(iteration, config.digest(), "other-weights", "run"), lambda folder: (folder / "x").touch())
+        if iteration == 2:
+            _check_kept(config, "data-weights", store)
+    with pytest.raises(CheckpointError, match="rollout/iter_000003 was made from other prompts"):
+        _check_kept(config, "data-weights", store)
 
 
 def test_what_mlflow_has_of_other_data_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +114,23 @@ def test_guards_compare_what_was_measured_as_it_is_now(tmp_path: Path, monkeypat
     assert comparable_validations(config, tracker).keys() == {8}
     begin(config.with_changes({"trainer": {"save_freq": 3}}), 8, 10)
     assert comparable_validations(config, tracker).keys() == {8, 10}
+
+
+def test_a_field_that_an_older_version_had_not_is_no_other_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that such a version began goes on with all of its validations."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = TrainConfig(trainer={"default_local_dir": tmp_path})
+    tracking = TrackingConfig(uri=mlflow_in(tmp_path), artifacts=(tmp_path / "artifacts").as_uri())
+    first, older = Tracker(tracking, "a-run"), config.model_dump(mode="json")
+    del older["actor_rollout_ref"]["rollout"]["val_kwargs"]["n"]
+    for file in ("config.json", "lineage/000000/config.json"):
+        first.client.log_dict(first.run_id, older, file)
+    first.log_step(3, {"val/reward/mean": 0.5}, tables={"validation": pd.DataFrame({"uid": ["a"], "reward": [0.5]})})
+    again = Tracker(tracking, "a-run", first.run_id)
+    assert not list(measured_otherwise(config, {}, again))
+    assert comparable_validations(config, again).keys() == {3}
 
 
 @pytest.mark.parametrize("work", ["save", "forget"])

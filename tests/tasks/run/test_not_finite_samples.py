@@ -93,8 +93,9 @@ def test_one_of_an_iteration_leaves_the_others_as_they_were(actors: Actors, tmp_
     assert (alike(found)[kept] == 0).all()
 
     state, stages = RunState(1, "a", "b", "c"), KeptStages(tmp_path)
-    stages.keep_rollout(state, 0, batches)
-    _, again = stages.rollout(state, actors.rollout, PROMPTS, N)
+    stages.keep_rollout(state, 7, batches)
+    version, again = stages.rollout(state, actors.rollout, PROMPTS, N)
+    assert version == 7, "the policy that sampled, whichever iteration it is"
     read = reward.table(again, reward.submit(again, training=True))
     assert read.samples.equals(found.samples)
     stages.keep_scores(state, 0, found, [])
