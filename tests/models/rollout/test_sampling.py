@@ -7,11 +7,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from diffusers import QwenImagePipeline
 from PIL import Image
+from torch import Tensor
 
 import models.families.base
 from models.families.base import DiffusionModelBase
@@ -21,6 +23,7 @@ from models.rollout.diffusers import DiffusersRolloutEngine
 from models.rollout.sampling import Denoising, Drawn, finite_rows, sample
 from models.rollout.vllm_omni.registry import VllmOmniPipelineBase
 from models.samples.trajectories import LATENTS, PICTURES, Generated, RolloutRequest, Trajectories
+from models.schedulers.kernels import ReverseStep
 from models.schedulers.noise_keys import INITIAL_NOISE, draw
 from models.weights.trainable import make_trainable
 from tests.support.helpers import model_config, prompt_table, rollout_request
@@ -42,6 +45,36 @@ def test_nan_and_both_infinities_are_not_finite_and_large_numbers_are(dtype: tor
     values = torch.full((5, 2, 3), torch.finfo(dtype).max, dtype=dtype)
     values[1, 0, 1], values[2, 1, 2], values[3, 0, 0] = torch.nan, torch.inf, -torch.inf
     assert finite_rows(values).tolist() == [True, False, False, False, True]
+
+
+@pytest.mark.parametrize("spoilt", ["latents", "pixels", None])
+def test_a_sample_is_finite_if_its_latents_and_its_pixels_are(tiny_model: Path, spoilt: str | None) -> None:
+    """Each by itself: a decoder may make something of latents that are not, and nothing of such that are."""
+    config = model_config(tiny_model)
+    engine = DiffusersRolloutEngine(config)
+    denoising = engine.begin(rollout_request(), config.pipeline, config.algo)
+    for _ in denoising.timesteps:
+        denoising.advance(torch.zeros_like(denoising.latents), None)
+    pixels = torch.zeros(4, 3, 1, 16, 24)
+    if spoilt is not None:
+        {"latents": denoising.latents, "pixels": pixels}[spoilt][1] = torch.inf
+    engine.vae.decode = lambda latent, **_: (pixels,)  # type: ignore[assignment]
+    assert engine.finish(denoising).finite.tolist() == [True, spoilt is None, True, True]
+
+
+def still(sample: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, *_: Any) -> ReverseStep:
+    """A kernel without noise, whose steps have no log-density."""
+    return ReverseStep(sample + (sigma_next - sigma) * velocity, torch.zeros_like(sigma))
+
+
+def test_a_sample_whose_log_probs_are_not_finite_is_not(tiny_model: Path) -> None:
+    """Its latents and its picture are: the update would meet the log-probs alone."""
+    config = model_config(tiny_model)
+    algo = config.algo.model_copy(update={"sde_type": f"{__name__}:still"})
+    made = DiffusersRolloutEngine(config).produce(rollout_request(outputs=frozenset({LATENTS})), algo=algo)
+    assert made.latents is not None
+    assert finite_rows(made.latents).all()
+    assert made.finite.tolist() == [False] * 4
 
 
 def test_a_family_that_makes_pictures_itself_is_refused() -> None:

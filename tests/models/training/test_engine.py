@@ -214,6 +214,23 @@ def test_a_recorded_half_is_not_computed_again(one_block_model: Path) -> None:
     assert misled["kl_loss"] > 1e-6
 
 
+def test_a_recorded_half_is_that_of_the_first_step_alone(one_block_model: Path) -> None:
+    """The weights that it was recorded of have moved by the second step, which computes its own."""
+    config = config_of("guided", one_block_model)
+    trajectories = rolled_out(config, record_unconditional=True)
+    assert trajectories.unconditional is not None
+    wrong = replace(trajectories, unconditional=trajectories.unconditional + 1.0)
+    engines = [trainer(config, guidance_gradient="conditional") for _ in range(2)]
+    told, misled = (
+        engine.update_policy([batch_of(trajectories), batch_of(second)])
+        for engine, second in zip(engines, (trajectories, wrong), strict=True)
+    )
+    assert told == misled
+    assert largest_difference(*(engine.gather_weights() for engine in engines)) == 0
+    count = len(trajectories) * trajectories.steps
+    assert (told["sample_steps"], told["first_sample_steps"], told["recorded_steps"]) == (2 * count, count, count)
+
+
 def test_parts_of_a_batch_add_up_to_one_mean(one_block_model: Path) -> None:
     """A part of two and a part of four, of different lengths: each sample weighs the same, and replays exactly."""
     config = config_of("full", one_block_model)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from models.families.base import DiffusionModelBase
 from models.families.loading import text_encoder_classes
 from models.weights.fitting import check_network, check_text_encoders
+from models.weights.stored import is_stored_in
 from tests.support.helpers import edit_config, model_config
 from tests.support.published_layout import LAYOUTS, save_both
 from tests.support.published_models import MODELS
@@ -225,6 +226,27 @@ def test_nothing_is_said_where_a_library_alone_can_read_the_weights(
     save_file({"other": torch.zeros(1)}, file.with_name(f"{file.stem}.fp16.safetensors"))
     file.unlink()
     check(folder)
+
+
+@pytest.mark.parametrize(
+    ("formats", "kept"),
+    [
+        ({"model": [torch.bfloat16]}, True),
+        ({"model": [torch.bfloat16, torch.float32]}, False),
+        ({"model-1": [torch.bfloat16], "model-2": [torch.float32]}, False),
+        ({"model": [torch.bfloat16], "model.fp32": [torch.float32]}, True),  # which nothing reads
+        ({"model": [torch.float16]}, False),
+        ({}, False),
+    ],
+)
+def test_weights_are_stored_in_a_format_where_all_of_them_are(
+    tmp_path: Path, formats: dict[str, list[torch.dtype]], kept: bool
+) -> None:
+    """The trainer then reads them in it; a single one of more digits would begin rounded."""
+    for stem, stored in formats.items():
+        weights = {str(number): torch.ones(2, dtype=dtype) for number, dtype in enumerate(stored)}
+        save_file(weights, tmp_path / f"{stem}.safetensors")
+    assert is_stored_in(tmp_path, torch.bfloat16) is kept
 
 
 def test_nothing_is_said_of_quantised_weights(copied: Callable[[str], Path]) -> None:
