@@ -146,7 +146,10 @@ def _average(path: str, value: Any, given: Given) -> Outcome:
 
 
 def _betas(path: str, value: Any, given: Given) -> Outcome:
-    return Taken({f"{ACTOR}.optim.betas": [value, given.get("train.adam_beta2", 0.999)]})
+    if path == "train.adam_beta2" and "train.adam_beta1" in given:
+        return Elsewhere("the second of optim.betas")
+    betas = [given.get("train.adam_beta1", 0.9), given.get("train.adam_beta2", 0.999)]
+    return Taken({f"{ACTOR}.optim.betas": betas})
 
 
 def _fraction(path: str, value: Any, given: Given) -> Outcome:
@@ -267,7 +270,7 @@ RULES: dict[str, Rule] = {
     ),
     "train.learning_rate": renamed(f"{ACTOR}.optim.lr"),
     "train.adam_beta1": _betas,
-    "train.adam_beta2": Elsewhere("the second of optim.betas"),
+    "train.adam_beta2": _betas,
     "train.adam_weight_decay": renamed(f"{ACTOR}.optim.weight_decay"),
     "train.adam_epsilon": renamed(f"{ACTOR}.optim.eps"),
     "train.max_grad_norm": renamed(f"{ACTOR}.optim.clip_grad"),

@@ -152,6 +152,16 @@ def test_what_a_script_does_without_a_setting_is_that_scripts() -> None:
         assert config.get("algorithm.drop_equal_groups") is (None if nft else True)
 
 
+@pytest.mark.parametrize(
+    ("told", "betas"), [({"adam_beta1": 0.8}, [0.8, 0.999]), ({"adam_beta2": 0.95}, [0.9, 0.95]), ({}, None)]
+)
+def test_a_decay_of_adams_that_is_told_alone_has_the_default_beside_it(
+    told: dict[str, float], betas: list[float] | None
+) -> None:
+    config = translate([Override(f"train.{name}", value) for name, value in told.items()], FLOW_GRPO).config
+    assert flat(config).get("actor_rollout_ref.actor.optim.betas") == betas
+
+
 def test_rewards_that_are_not_known_are_a_problem() -> None:
     one = translate([Override("reward_fn", COMPUTED), Override("sample.num_image_per_prompt", 24)], FLOW_GRPO)
     assert "the script's reward has no counterpart here" in str(one.problem)

@@ -481,6 +481,10 @@ def test_what_is_counted_in_iterations_there_is_told_or_counted_in_optimiser_ste
     assert flat(found.config)[warm_up] == 40
     (line,) = [line for line in found.lines if line.override.path == old]
     assert "an iteration has 2, and there in iterations" in line.text
+    # Twice over the samples of an iteration is twice as many steps. A share of the iterations is rounded down first.
+    again = f"{RUN}{UPDATES}{NFT}{ACTOR}.ppo_epochs=2\n"
+    assert flat(made(f"{again}{warm_up}=20").config)[warm_up] == 80
+    assert flat(made(f"{again}trainer.total_training_steps=19\n{warm_up}_ratio=0.1").config)[warm_up] == 4
 
 
 def test_a_run_that_is_not_to_go_on_does_not() -> None:
