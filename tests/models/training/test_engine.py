@@ -549,6 +549,19 @@ def test_saving_before_the_first_update_changes_nothing(one_block_model: Path, t
     assert largest_difference(resumed.gather_weights(), unsaved.gather_weights()) == 0.0
 
 
+def test_a_warm_up_changes_nothing(one_block_model: Path) -> None:
+    """Neither the first update, which its gradient has no part in, nor what is drawn later."""
+    config = config_of("lora", one_block_model)
+    trajectories = rolled_out(config)
+    warmed, cold = trainer(config), trainer(config)
+    state = torch.get_rng_state()
+    warmed.warm_up(Canary(prompt_table((5, 3))))
+    assert torch.equal(torch.get_rng_state(), state)
+    found = [engine.update_policy([batch_of(trajectories)]) for engine in (warmed, cold)]
+    assert found[0] == found[1]
+    assert largest_difference(warmed.gather_weights(), cold.gather_weights()) == 0.0
+
+
 # ---- the weights leave the trainer
 
 

@@ -58,6 +58,14 @@ def test_other_noise_is_no_pair() -> None:
         paired_gain(measurement(3, np.zeros(6)), measurement(3, np.zeros(6)).assign(seed=1), "reward", 0.9)
 
 
+def test_a_picture_that_a_measurement_has_twice_is_no_pair() -> None:
+    """It would count as often as there are pairs of its rows."""
+    once = measurement(3, np.zeros(6))
+    for tables in ((pd.concat([once, once]), once), (once, pd.concat([once, once.iloc[:1]]))):
+        with pytest.raises(pd.errors.MergeError, match="not unique"):
+            paired_gain(*tables, "reward", 0.9)
+
+
 def test_equal_differences_have_an_interval_of_no_width() -> None:
     interval = mean_interval(np.full(5, 0.25), 0.95)
     assert (interval.low, interval.mean, interval.high) == (0.25, 0.25, 0.25)
