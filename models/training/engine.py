@@ -60,7 +60,7 @@ class TrainingEngine(Protocol):
         """One optimiser step for each of this rank's batches, `epochs` times over; its metrics, without prefix.
 
         Raises:
-            FloatingPointError: a gradient is not finite, as were `max_nonfinite_steps` in a row before it; the weights
+            GradientNotFinite: a gradient is not finite, as were `max_nonfinite_steps` in a row before it; the weights
                 are then untouched by it.
         """
 

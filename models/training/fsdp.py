@@ -128,7 +128,7 @@ class DiffusersFSDPEngine(PolicyForward):
             average.
 
         Raises:
-            FloatingPointError: a gradient is not finite, and more steps in a row are not than may be left out; the
+            GradientNotFinite: a gradient is not finite, and more steps in a row are not than may be left out; the
                 weights are untouched by it.
         """
         if self.previous is not None:

@@ -9,10 +9,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
+from models.errors import DoubleflowError
 from models.training.shards import local_tensors
 
 SMALLEST_NORM = 1e-6
 """Added to the norm that gradients are divided by, as `torch.nn.utils.clip_grad_norm_` does."""
+
+
+class GradientNotFinite(DoubleflowError, RuntimeError):
+    """More optimiser steps in a row than may be left out have a gradient that is NaN or infinite."""
 
 
 class NonfiniteSteps:
@@ -36,7 +41,7 @@ class NonfiniteSteps:
             step: how many steps were made before it.
 
         Raises:
-            FloatingPointError: there were `allowed` before it in a row.
+            GradientNotFinite: there were `allowed` before it in a row.
         """
         if self.in_a_row < self.allowed:
             self.in_a_row += 1
@@ -45,7 +50,7 @@ class NonfiniteSteps:
         if self.allowed:
             before = f", as it was the {self.allowed} times before that trainer.max_nonfinite_steps allows"
             more = " and a higher trainer.max_nonfinite_steps"
-        raise FloatingPointError(
+        raise GradientNotFinite(
             f"the gradient norm of optimiser step {step} is {norm}{before}. Look at the samples and rewards of this "
             "iteration: started again, the run meets the same ones. It leaves such steps out with trainer.on_nonfinite "
             f"skip{more}. Another optim.lr makes another run, which model.initial_weights lets start from this one's "

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from models.config.actor import ForwardProcessConfig
+from models.errors import DoubleflowError
 from models.training.engine import LOG_PROB_DISTANCES
 from models.training.fsdp import DiffusersFSDPEngine
+from models.training.gradients import GradientNotFinite, NonfiniteSteps
 from models.training.micro_batches import ActorBatch
 from tasks.actors.trainer_rank import TrainerRank
 from tasks.config.tree import TrainConfig
@@ -81,8 +83,15 @@ def test_too_many_in_a_row_stop_the_run(
         if each is not engine:
             each.load_checkpoint(tmp_path / "checkpoint")
         assert each.update_policy([bad])["nonfinite_steps"] == 1
-        with pytest.raises(FloatingPointError, match=message):
+        with pytest.raises(GradientNotFinite, match=message):
             each.update_policy([bad])
+
+
+def test_a_gradient_that_is_not_finite_is_told_without_a_traceback() -> None:
+    """Commands show a sentence of this project's errors, and of others their frames."""
+    with pytest.raises(DoubleflowError, match="the gradient norm of optimiser step 7 is nan") as caught:
+        NonfiniteSteps(0).leave_out(float("nan"), 7)
+    assert not isinstance(caught.value, ValueError)  # which would be wrong input
 
 
 def test_the_setting_reaches_the_engine_and_makes_no_other_run(one_block_model: Path) -> None:
