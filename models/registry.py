@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from models.errors import DoubleflowError
 from models.import_paths import check_allowed
 
 if TYPE_CHECKING:
@@ -18,6 +19,10 @@ SHORT_NUMBER = re.compile(r"([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))[eE]([-+]?[0-9]{1
 
 C = TypeVar("C", bound=type)
 T = TypeVar("T")
+
+
+class WrongAnswer(DoubleflowError, ValueError):
+    """What a config names gave back something else than is agreed."""
 
 
 class Registry:

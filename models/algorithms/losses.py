@@ -13,11 +13,12 @@ A loss of the *reverse* process replays the sampler's own steps and compares log
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
-from models.registry import NameRegistry, check_options
+from models.registry import NameRegistry, WrongAnswer, check_call, check_options
 from models.schedulers.kernels import mean_dims
 
 if TYPE_CHECKING:
@@ -145,13 +146,42 @@ def get_diffusion_loss_fn(name: str, options: Mapping[str, Any] | None = None) -
         options: keyword arguments of its class, `diffusion_loss.options`.
 
     Raises:
-        ValueError: unknown, the message lists the known names; no loss; or an option that the class does not take.
+        ValueError: unknown, the message lists the known names; no loss; an option that the class does not take; or a
+            call that does not take what the engine gives.
     """
     found, options = _LOSSES.get(name), options or {}
     if not (isinstance(found, type) and issubclass(found, DiffusionLossFn)):
         raise ValueError(f"{_FIELD}.loss_mode is {name!r}, which is no subclass of DiffusionLossFn: name one that is")
     check_options(f"{_FIELD}.options", f"loss {name!r}", found, options, given=())
-    return found(**options)
+    loss = found(**options)
+    check_call(f"{_FIELD}.loss_mode is {name!r}, which", loss, (), ("config", "model_output", "data"))
+    return loss
+
+
+def check_result(name: str, result: Any) -> None:
+    """Is what a loss gave back one number to minimise, and a number for each metric?
+
+    Args:
+        name: of the loss, or its import path.
+        result: what its call returned.
+
+    Raises:
+        WrongAnswer: it is no DiffusionLossResult, or one with other values.
+    """
+    what = f"{_FIELD}.loss_mode is {name!r}, which returned"
+    if not isinstance(result, DiffusionLossResult):
+        raise WrongAnswer(f"{what} a {type(result).__name__}: return a DiffusionLossResult(loss, metrics)")
+    if not isinstance(result.loss, Tensor) or result.loss.numel() != 1:
+        raise WrongAnswer(
+            f"{what} a loss that is {_described(result.loss)}: return the mean over the samples, a scalar"
+        )
+    for metric, value in result.metrics.items():
+        if (value.numel() != 1) if isinstance(value, Tensor) else not isinstance(value, Real):
+            raise WrongAnswer(f"{what} a metric {metric!r} that is {_described(value)}: return one number")
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def check_loss_inputs(

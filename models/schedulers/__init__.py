@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from models.schedulers.gradient_scale import rectifying_weights
 from models.schedulers.kernels import KERNELS, ReverseStep, check_kernel, register_kernel
-from models.schedulers.leftover import leftover_noise
+from models.schedulers.leftover import leftover_noise, step_without_log_prob
 from models.schedulers.noise_keys import NoiseKey, generators
 from models.schedulers.windows import window_steps
 
@@ -23,6 +23,7 @@ __all__ = [
     "leftover_noise",
     "rectifying_weights",
     "register_kernel",
+    "step_without_log_prob",
     "window_steps",
 ]
 

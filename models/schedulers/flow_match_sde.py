@@ -11,7 +11,7 @@ from diffusers.utils import BaseOutput
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from models.schedulers.kernels import ReverseStep, get_kernel
+from models.schedulers.kernels import ReverseStep, check_step, get_kernel
 from models.schedulers.noise_keys import copy_without_waiting
 
 Generators = torch.Generator | Sequence[torch.Generator] | None
@@ -134,6 +134,7 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
         Raises:
             ValueError: unknown `sde_type`, or a timestep on the CPU that is not in the schedule. One on a GPU makes
                 NaN of all that comes out of its step: `check_timesteps` says so beforehand.
+            WrongAnswer: the kernel gave no ReverseStep, or one of other shapes.
             NotImplementedError: per_token_timesteps.
         """
         if per_token_timesteps is not None:
@@ -149,6 +150,7 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
         else:
             sigma_max = self._sigmas_on(sample.device)[1].expand_as(sigma)
             distribution = kernel(sample, velocity, sigma, sigma_next, sigma_max, noise_level, **(sde_options or {}))
+            check_step(sde_type, distribution, sample)
             prev_sample = _drawn(distribution, generator) if prev_sample is None else prev_sample.detach().float()
             log_prob = log_density(prev_sample, distribution) if return_logprobs else None
             output = (prev_sample, log_prob, distribution.mean, distribution.std_dev_t)

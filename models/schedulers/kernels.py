@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from models.registry import NameRegistry, check_call, check_options
+from models.registry import NameRegistry, WrongAnswer, check_call, check_options
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,30 @@ def check_kernel(name: str, options: Mapping[str, Any]) -> None:
     check_call(f"{_FIELD}.sde_type is {name!r}, which", step, KERNEL_ARGUMENTS)
     given = [*inspect.signature(step).parameters][: len(KERNEL_ARGUMENTS)]
     check_options(f"{_FIELD}.sde_options", f"kernel {name!r}", step, options, given)
+
+
+def check_step(name: str, step: Any, sample: Tensor) -> None:
+    """Is what a kernel gave for a sample [B, ...] its distribution?
+
+    Args:
+        name: of the kernel, or its import path.
+        step: what it gave.
+        sample: what it was asked for.
+
+    Raises:
+        WrongAnswer: it is no ReverseStep, or one of other shapes.
+    """
+    what = f"{_FIELD}.sde_type is {name!r}, which returned"
+    if not isinstance(step, ReverseStep):
+        raise WrongAnswer(f"{what} a {type(step).__name__}: return a ReverseStep(mean, std_dev_t)")
+    whole = tuple(sample.shape)
+    allowed = {"mean": {whole}, "std_dev_t": {whole, (len(sample), *[1] * (sample.ndim - 1))}}
+    for field, shapes in allowed.items():
+        value = getattr(step, field)
+        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        if found not in shapes:
+            right = min(shapes, key=math.prod)
+            raise WrongAnswer(f"{what} {field} {found} for a sample {whole}: it should be a tensor of shape {right}")
 
 
 register_kernel("sde")(sde_step)

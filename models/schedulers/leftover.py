@@ -54,14 +54,39 @@ def leftover_noise(scheduler: "FlowMatchSDEDiscreteScheduler", algo: "DiffusionR
     return math.sqrt(max(largest - _variance_after(ode, start), 0.0))
 
 
+def step_without_log_prob(
+    scheduler: "FlowMatchSDEDiscreteScheduler", algo: "DiffusionRolloutAlgoConfig"
+) -> tuple[int, float, float] | None:
+    """The first step that the window may cover at which the kernel has no log-prob that is a number: (the step, its
+    noise level, the standard deviation there). None where each has one.
+
+    Args:
+        scheduler: with its timesteps set.
+        algo: kernel and window.
+    """
+    for step in range(*algo.window_bounds(len(scheduler.timesteps))):
+        _, log_prob, _, std = _asked(scheduler, step, algo, algo.noise_level)
+        if not torch.isfinite(log_prob).all():
+            return step, float(scheduler.sigmas[step]), std.item()
+    return None
+
+
 def _exact_step(
     scheduler: "FlowMatchSDEDiscreteScheduler", step: int, algo: "DiffusionRolloutAlgoConfig", noise_level: float
 ) -> Step:
-    """The scheduler's own step, asked at x = 1."""
+    """The scheduler's own step, as a Gaussian's."""
+    _, _, mean, std = _asked(scheduler, step, algo, noise_level)
+    return Step(mean.item(), std.item())
+
+
+def _asked(
+    scheduler: "FlowMatchSDEDiscreteScheduler", step: int, algo: "DiffusionRolloutAlgoConfig", noise_level: float
+) -> tuple[torch.Tensor, ...]:
+    """(x', log-prob, mean, standard deviation), [1, 1] or [1], of the scheduler's own step from x = 1 to x' = 1."""
     s = float(scheduler.sigmas[step])
     velocity = (s - (1 - s) * DATA_STD**2) / _variance_of_data(s)
     one = torch.ones(1, 1)
-    _, _, mean, std, *_ = scheduler.sample_previous_step(
+    return scheduler.sample_previous_step(
         one,
         one * velocity,
         timestep=scheduler.timesteps[step : step + 1],
@@ -69,9 +94,7 @@ def _exact_step(
         prev_sample=one,
         sde_type=algo.sde_type,
         sde_options=algo.sde_options,
-        return_logprobs=False,
     )
-    return Step(mean.item(), std.item())
 
 
 def _variance_of_data(s: float) -> float:

@@ -23,9 +23,11 @@ from models.algorithms.losses import (
     VELOCITIES,
     DiffusionLossFn,
     KLLoss,
+    check_result,
     velocity_distance,
 )
 from models.families.base import UNCONDITIONAL, DiffusionModelBase, DiffusionModelConfig
+from models.registry import WrongAnswer
 from models.schedulers import FlowMatchSDEDiscreteScheduler
 from models.training.engine import FIRST_RATIO
 from models.training.micro_batches import COUNTED
@@ -101,6 +103,7 @@ class PolicyForward:
         name = self.actor_config.diffusion_loss.loss_mode
         loss_function.validate_inputs(loss_name=name, model_output=output, data=data)
         result = loss_function(config=self.actor_config, model_output=output, data=data)
+        check_result(name, result)
         loss, metrics = result.loss, dict(result.metrics)
         metrics["loss" if result.add_loss_metric else "pg_loss"] = loss.detach()
         if "old_log_probs" in data:
@@ -116,6 +119,11 @@ class PolicyForward:
             matching = velocity_distance(output["velocity"], data["noise"] - data["clean_latents"])
             loss = loss + self.actor_config.matching_loss_coef * matching
             metrics["matching_loss"] = matching.detach()
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise WrongAnswer(
+                f"actor_rollout_ref.actor.diffusion_loss.loss_mode is {name!r}, whose loss has no gradient: compute it "
+                f"from the model's output ({', '.join(output)}) without detach()"
+            )
         return loss, metrics
 
     def pass_through(self, inputs: dict[str, Any], negative: dict[str, Any] | None) -> Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from models.algorithms import DiffusionNFTLoss, GRPOGuardLoss, check_loss_inputs, get_diffusion_loss_fn
 from models.algorithms.losses import IS_WEIGHTS, OLD_MEAN, TEACHER_MEAN, TRAINER_TYPES, DiffusionLossFn
 from models.algorithms.rollout_correction import too_far_apart
-from models.schedulers import leftover_noise
+from models.schedulers import leftover_noise, step_without_log_prob
 from models.schedulers.kernels import cps_log_prob, get_kernel
 from models.training.engine import FIRST_RATIO
 from tasks.config.errors import ConfigError
@@ -18,14 +18,21 @@ if TYPE_CHECKING:
 
 
 def check_exploration(config: TrainConfig, scheduler: "FlowMatchSDEDiscreteScheduler") -> None:
-    """What the window's steps add is taken away again by those that follow, nearly."""
+    """The window's steps have log-probs, and what they add is taken away again by those that follow, nearly."""
     rollout = config.actor_rollout_ref.rollout
     algo, steps = rollout.algo, rollout.pipeline.num_inference_steps
     if config.algorithm.trainer_type != "policy_gradient" or not config.is_online:
         return
+    low, high = algo.window_bounds(steps)
+    if (found := step_without_log_prob(scheduler, algo)) is not None:
+        step, sigma, std = found
+        raise ConfigError(
+            f"rollout.algo.sde_type {algo.sde_type} has no finite log-prob at step {step} of [{low}, {high}), noise "
+            f"level {sigma:.3g}, where its standard deviation is {std:.3g}: it must be above 0 at each step that "
+            "sde_window_range covers"
+        )
     left = leftover_noise(scheduler, algo)
     if left > algo.max_leftover_noise:
-        low, high = algo.window_bounds(steps)
         size = algo.window_length(steps)
         raise ConfigError(
             f"exploring would leave noise of standard deviation {left:.2f} in the finished latents, more than "

@@ -9,6 +9,7 @@ import torch
 
 from models.algorithms import compute_gdpo_outcome_advantage, get_diffusion_adv_estimator_fn
 from models.algorithms.advantages import has_reward
+from models.registry import WrongAnswer
 from tasks.actors.reward_group import Scores
 from tasks.actors.update_plan import NothingToLearn
 from tasks.config.algorithm import DiffusionAlgoConfig
@@ -51,6 +52,7 @@ def compute_advantage(
     Raises:
         NothingToLearn: every reward is missing, no group has two, or the estimator gives no finite advantage; the
             message names the rewards.
+        WrongAnswer: the estimator gave no two tensors of the rewards' shape.
     """
     config = config or DiffusionAlgoConfig()
     rewards, uids, present = _counted(data, config.best_worst_k)
@@ -70,7 +72,7 @@ def compute_advantage(
         reward_weights=data.get("reward_weights", {}),
         **config.adv_options,
     )
-    advantages, returns = (_finite(found.numpy(), ~alone) for found in estimates)
+    advantages, returns = (_finite(found, ~alone) for found in _of_rewards(estimates, rewards, adv_estimator))
     if np.isnan(advantages).all():
         raise NothingToLearn(
             f"algorithm.adv_estimator {adv_estimator} gives no sample of the iteration a finite advantage"
@@ -100,6 +102,19 @@ def _counted(data: Mapping[str, Any], best_worst_k: int | None) -> tuple[np.ndar
         present = best_and_worst(rewards, present, uids, best_worst_k)
         rewards[~present] = np.nan
     return rewards, uids, present
+
+
+def _of_rewards(estimates: Any, rewards: np.ndarray, adv_estimator: str) -> list[np.ndarray]:
+    """(advantages, returns), as an estimator gave them, each of the rewards' shape [B], [B, 1] or [B, T]."""
+    what = f"algorithm.adv_estimator is {adv_estimator!r}, which returned"
+    if not isinstance(estimates, tuple | list) or len(estimates) != 2:
+        given = f"{len(estimates)} values" if isinstance(estimates, tuple | list) else f"a {type(estimates).__name__}"
+        raise WrongAnswer(f"{what} {given}: return two tensors, advantages and returns")
+    for name, found in zip(("advantages", "returns"), estimates, strict=True):
+        if not isinstance(found, torch.Tensor) or found.shape != rewards.shape:
+            wrong = str(tuple(found.shape)) if isinstance(found, torch.Tensor) else f"a {type(found).__name__}"
+            raise WrongAnswer(f"{what} {name} {wrong}: return a tensor of the rewards' shape {rewards.shape}")
+    return [found.numpy() for found in estimates]
 
 
 def _finite(values: np.ndarray, kept: np.ndarray) -> np.ndarray:

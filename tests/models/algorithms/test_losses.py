@@ -5,6 +5,7 @@ import functools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,8 +23,9 @@ from models.algorithms import (
     needs_old_means,
     register_diffusion_loss,
 )
-from models.algorithms.losses import REF_MEAN, TEACHER_MEAN
+from models.algorithms.losses import REF_MEAN, TEACHER_MEAN, check_result
 from models.config.actor import DiffusionActorConfig, DiffusionLossConfig
+from models.registry import WrongAnswer
 from models.schedulers import KERNELS, FlowMatchSDEDiscreteScheduler
 
 CLIP = 0.1
@@ -393,6 +395,44 @@ def test_inputs_that_no_update_gives_are_all_named_before_a_model_loads() -> Non
         check_loss_inputs(f"{__name__}:ReferenceLoss", use_kl_loss=True, weighted=True)
     with pytest.raises(ValueError, match="needs ref_prev_sample_mean"):
         check_loss_inputs(f"{__name__}:ReferenceLoss", use_kl_loss=False)
+
+
+class OfOtherNames(PairLoss):
+    """A call by other names than the engine's."""
+
+    def __call__(self, config, output, batch):  # type: ignore[override, no-untyped-def]
+        return DiffusionLossResult(output["log_probs"].mean())
+
+
+def test_a_loss_that_cannot_be_called_is_refused_before_a_model_loads() -> None:
+    path = f"{__name__}:OfOtherNames"
+    message = (
+        rf"loss_mode is '{path}', which cannot be called with \(config=..., model_output=..., data=...\): .*'model_"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_loss_inputs(path, use_kl_loss=False)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (torch.zeros(()), r"a Tensor: return a DiffusionLossResult\(loss, metrics\)"),
+        (None, "a NoneType: return a Diff"),
+        (DiffusionLossResult(torch.zeros(4)), r"a loss that is a tensor of shape \(4,\): return the mean over the"),
+        (DiffusionLossResult(0.5), "a loss that is a float"),  # type: ignore[arg-type]
+        (
+            DiffusionLossResult(torch.zeros(()), {"r": torch.ones(4)}),
+            r"'r' that is a tensor of shape \(4,\): return one",
+        ),
+        (DiffusionLossResult(torch.zeros(()), {"r": "high"}), "a metric 'r' that is a str"),
+    ],
+)
+def test_what_a_loss_must_not_return_is_named(result: Any, message: str) -> None:
+    with pytest.raises(WrongAnswer, match=f"loss_mode is 'mine:Loss', which returned .*{message}"):
+        check_result("mine:Loss", result)
+    check_result(
+        "mine:Loss", DiffusionLossResult(torch.zeros(1), {"one": torch.ones(()), "two": np.float32(2), "3": 3})
+    )
 
 
 def test_unknown_loss_lists_the_known_ones() -> None:

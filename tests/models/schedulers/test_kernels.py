@@ -3,13 +3,15 @@
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from models.registry import WrongAnswer
 from models.schedulers import KERNELS, FlowMatchSDEDiscreteScheduler
-from models.schedulers.kernels import cps_step, dance_sde_step, sde_step
+from models.schedulers.kernels import ReverseStep, cps_step, dance_sde_step, sde_step
 
 GOLDEN = [  # kernel, a, s, s', sigmas[1], mu, sd, log p at x' = 0.7
     ("sde", 0.7, 0.8, 0.6, 0.9, 0.4522, 0.626099034, -0.529014314),
@@ -328,6 +330,52 @@ def test_unknown_kernel_lists_the_known_ones() -> None:
     scheduler = scheduler_with([1.0, 0.5])
     with pytest.raises(ValueError, match=r"'odd'.*cps, dance_sde, sde"):
         scheduler.sample_previous_step(torch.zeros(1, 2), torch.zeros(1, 2), sde_type="odd")
+
+
+def gives_a_tuple(sample, velocity, sigma, sigma_next, sigma_max, noise_level):  # type: ignore[no-untyped-def]
+    """Mean and standard deviation, but no ReverseStep."""
+    return sample, sigma
+
+
+def gives_a_number(sample, velocity, sigma, sigma_next, sigma_max, noise_level):  # type: ignore[no-untyped-def]
+    """A standard deviation of no shape."""
+    return ReverseStep(sample, noise_level)
+
+
+def forgets_dimensions(sample, velocity, sigma, sigma_next, sigma_max, noise_level):  # type: ignore[no-untyped-def]
+    """A standard deviation [B], which would be of the last dimension."""
+    return ReverseStep(sample, sigma.flatten())
+
+
+def of_each_element(sample, velocity, sigma, sigma_next, sigma_max, noise_level):  # type: ignore[no-untyped-def]
+    """A standard deviation of each element of the latent."""
+    return ReverseStep(sample, sigma.expand_as(sample))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        (gives_a_tuple, r"a tuple: return a ReverseStep\(mean, std_dev_t\)"),
+        (gives_a_number, r"std_dev_t float for a sample \(2, 3, 4\): it should be a tensor of shape \(2, 1, 1\)"),
+        (forgets_dimensions, r"std_dev_t \(2,\) for a sample \(2, 3, 4\): it should be a tensor of shape \(2, 1, 1\)"),
+        (of_each_element, None),
+    ],
+)
+def test_what_a_kernel_must_not_return_is_named(kernel: Any, message: str | None) -> None:
+    scheduler = FlowMatchSDEDiscreteScheduler()
+    scheduler.set_timesteps(4)
+    sample, name = torch.zeros(2, 3, 4), f"{__name__}:{kernel.__name__}"
+
+    def scored() -> Tensor:
+        return scheduler.sample_previous_step(
+            sample, sample, scheduler.timesteps[:1], prev_sample=sample, sde_type=name
+        )[1]
+
+    if message is None:
+        assert scored().shape == (2,)
+        return
+    with pytest.raises(WrongAnswer, match=f"sde_type is '{name}', which returned {message}"):
+        scored()
 
 
 def test_timestep_outside_the_schedule() -> None:

@@ -22,9 +22,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from models.algorithms import DiffusionLossResult, FlowGRPOLoss
 from models.config.actor import EmaConfig
 from models.families.base import DiffusionModelConfig
 from models.families.qwen_image import QwenImage
+from models.registry import WrongAnswer
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import LATENTS, PICTURES, Trajectories
 from models.training import checkpoint, fsdp
@@ -382,6 +384,21 @@ def test_a_gradient_that_is_not_finite_stops_the_update(one_block_model: Path) -
     for each in (engine, untouched):
         each.update_policy([batch_of(trajectories)])
     assert largest_difference(engine.gather_weights(), untouched.gather_weights()) == 0.0
+
+
+class WithoutGradient(FlowGRPOLoss):
+    """A loss of numbers that the weights have no part in."""
+
+    def __call__(self, **given: Any) -> DiffusionLossResult:
+        return DiffusionLossResult(super().__call__(**given).loss.detach())
+
+
+def test_a_loss_without_gradient_is_named(one_block_model: Path) -> None:
+    """torch's own words are of an element 0 of tensors."""
+    config = config_of("full", one_block_model)
+    engine = trainer(config, loss_mode=f"{__name__}:WithoutGradient")
+    with pytest.raises(WrongAnswer, match=r"Gradient', whose loss has no gradient: compute it from .*log_probs"):
+        engine.update_policy([batch_of(rolled_out(config))])
 
 
 # ---- learning rate and averages

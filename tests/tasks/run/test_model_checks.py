@@ -18,6 +18,7 @@ from flows.prepare import app
 from models.config.actor import DiffusionActorConfig
 from models.families.latents import text_width
 from models.import_paths import ALLOWED, ModuleNotAllowed
+from models.schedulers import ReverseStep
 from tasks.actors.interpreter import FIELD, check_interpreter
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
@@ -280,6 +281,44 @@ def test_a_model_with_two_denoisers(workspace: Path, tmp_path: Path) -> None:
     two = changed_configs(workspace, "wan", tmp_path, '"boundary_ratio": null', '"boundary_ratio": 0.9')
     with pytest.raises(ValueError, match=r"has two denoisers .*use a Wan model with one"):
         checked(two, "wan")
+
+
+def of_negative_noise(sample, velocity, sigma, sigma_next, sigma_max, noise_level):  # type: ignore[no-untyped-def]
+    """A step whose length, below 0, was taken for the square root of its size."""
+    return ReverseStep(sample + velocity * (sigma_next - sigma), noise_level * (sigma_next - sigma))
+
+
+def that_fades_out(sample, velocity, sigma, sigma_next, sigma_max, noise_level):  # type: ignore[no-untyped-def]
+    """Without noise from the level .5 on."""
+    return ReverseStep(sample + velocity * (sigma_next - sigma), noise_level * (sigma - 0.5).clamp(min=0))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "window", "message"),
+    [
+        (
+            of_negative_noise,
+            [0, 2],
+            r"no finite log-prob at step 0 of \[0, 2\), noise level 1, where .*is -0\.\d+: it must",
+        ),
+        (
+            that_fades_out,
+            [0, 9],
+            r"no finite log-prob at step 7 of \[0, 9\), noise level 0\.465, where .*is 0: it must",
+        ),
+        (that_fades_out, [0, 2], None),
+    ],
+)
+def test_a_step_without_a_log_prob_is_refused(
+    workspace: Path, kernel: Any, window: list[int], message: str | None
+) -> None:
+    """It would make every sample of the first iteration one that is not finite, which says nothing of the kernel."""
+    algo = {"sde_type": f"{__name__}:{kernel.__name__}", "noise_level": 0.1, "sde_window_range": window}
+    if message is None:
+        assert isinstance(checked(workspace, "stable_diffusion_3", algo=algo, num_inference_steps=10), Inputs)
+        return
+    with pytest.raises(ConfigError, match=f"{kernel.__name__} has {message}"):
+        checked(workspace, "stable_diffusion_3", algo=algo, num_inference_steps=10)
 
 
 def test_a_window_whose_noise_would_stay_is_refused(workspace: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from models.algorithms import compute_flow_grpo_outcome_advantage, compute_gdpo_outcome_advantage
+from models.registry import WrongAnswer
 from tasks.actors.reward_group import Scores
 from tasks.actors.update_plan import NothingToLearn
 from tasks.config.algorithm import DiffusionAlgoConfig
@@ -416,3 +417,33 @@ def test_the_stage_takes_the_same_shapes_and_a_step_without_reward_is_a_sample_w
     assert metrics["critic/rewards/missing"] == metrics["critic/advantages/missing"] == 1
     assert metrics["critic/rewards/group_size"] == 3
     assert metrics["critic/advantages/max"] == pytest.approx(np.nanmax(found["advantages"]))
+
+
+def centred(sample_level_rewards: Any, index: Any, **given: Any) -> Any:
+    """Advantages without returns."""
+    return sample_level_rewards - sample_level_rewards.mean()
+
+
+def in_numpy(sample_level_rewards: Any, index: Any, **given: Any) -> Any:
+    """Arrays in place of tensors."""
+    return sample_level_rewards.numpy(), sample_level_rewards.numpy()
+
+
+def of_the_group(sample_level_rewards: Any, index: Any, **given: Any) -> Any:
+    """A value for each prompt and not for each sample."""
+    return sample_level_rewards.reshape(-1, 2).mean(1), sample_level_rewards
+
+
+@pytest.mark.parametrize(
+    ("estimator", "message"),
+    [
+        (centred, "a Tensor: return two tensors, advantages and returns"),
+        (in_numpy, r"advantages a ndarray: return a tensor of the rewards' shape \(4,\)"),
+        (of_the_group, r"advantages \(2,\): return a tensor of the rewards' shape \(4,\)"),
+    ],
+)
+def test_what_an_estimator_must_not_return_is_named(estimator: Any, message: str) -> None:
+    data = {"sample_level_rewards": np.arange(4.0), "uid": np.array(["a", "a", "b", "b"])}
+    path = f"{__name__}:{estimator.__name__}"
+    with pytest.raises(WrongAnswer, match=f"algorithm.adv_estimator is '{path}', which returned {message}"):
+        compute_advantage(data, path)
