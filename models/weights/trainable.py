@@ -329,7 +329,10 @@ def with_lora_of(model_config: DiffusionModelConfig, file: Path, given: str) -> 
         )
     for name in LORA_SETTINGS:
         if name not in written:
-            raise ValueError(f"{given}, whose {LORA_FILE} does not say its {name}: give an export of this project")
+            raise ValueError(
+                f"{given}, whose {LORA_FILE} does not say its {name}: give an export of this project, or write another "
+                "tool's LoRA with its settings (docs/training.md, A LoRA of another tool)"
+            )
     named = {setting: written[name] for name, setting in LORA_SETTINGS.items()}
     return replace(model_config, model=model_config.model.model_copy(update=named))
 

@@ -2,6 +2,7 @@
 """A run that starts from another run's weights: what it then trains, what it compares with, and what is refused."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -269,8 +271,34 @@ def test_lora_weights_that_do_not_say_what_they_are(
 ) -> None:
     name = "pytorch_lora_weights.safetensors"
     save_file(load_file(exported["lora"] / name), tmp_path / name)
-    with pytest.raises(ValueError, match=r"safetensors does not say its r: give an export of this project"):
+    with pytest.raises(ValueError, match=r"safetensors does not say its r: give an export .*, A LoRA of another tool"):
         check_initial_weights(QwenImage, model_config(tiny_model, **KINDS["lora"], initial_weights=str(tmp_path)))
+
+
+def test_the_documented_lines_make_initial_weights_of_a_lora_of_peft(
+    one_rank: None, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = get_peft_model(
+        QwenImage.load_transformer(model_config(tiny_model), torch.float32),
+        LoraConfig(r=3, lora_alpha=5, target_modules=["attn.to_q", "attn.to_v"], init_lora_weights=False),
+    )
+    theirs.save_pretrained(tmp_path / "theirs")
+    section = Path("docs/training.md").read_text().split("### A LoRA of another tool")[1]
+    lines = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert lines
+    monkeypatch.chdir(tmp_path)
+    exec(lines[1], {})
+    settings = {"lora_rank": 3, "lora_alpha": 5, "target_modules": ("attn.to_q", "attn.to_v")}
+    config = model_config(tiny_model, **settings, initial_weights=str(tmp_path / "theirs_for_doubleflow"))
+    check_initial_weights(QwenImage, config)
+    own = trainer(config).gather_weights()
+    before = {
+        name.removeprefix("base_model.model."): weight
+        for name, weight in theirs.named_parameters()
+        if weight.requires_grad
+    }
+    assert own.keys() == before.keys()
+    assert largest_difference(own, before) == 0.0
 
 
 def test_an_export_of_many_targets_is_of_the_run_that_made_it(tiny_model: Path, tmp_path: Path) -> None:
