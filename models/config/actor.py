@@ -67,7 +67,9 @@ class OptimConfig(Section):
         description="Optimiser steps that the schedule spans; its last rate then stays. null is all of the run's, and "
         "a longer run then is another run.",
     )
-    clip_grad: float = Field(1.0, gt=0, le=1e9, description="Largest norm of the gradient over all ranks.")
+    clip_grad: float = Field(
+        1.0, gt=0, le=1e9, description="Largest norm of the gradient over all ranks; 1e9 clips nothing."
+    )
 
     @model_validator(mode="after")
     def _schedule_is_known(self) -> Self:
