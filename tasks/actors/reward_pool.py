@@ -246,7 +246,7 @@ class RewardPool:
 
     def _check_missing(self, table: pd.DataFrame, limit: float, cause: Exception | None) -> None:
         missing = table[f"reward/{self.name}"].isna()
-        if missing.mean() <= limit:
+        if table.empty or missing.mean() <= limit:
             return
         reason = table.loc[missing, f"{self.name}/error"].dropna().iloc[0]
         raise RewardFailure(
@@ -341,7 +341,7 @@ def call_spans(
         batches = [(int(edges[0]), int(edges[-1]))]
     spans = []
     for start, stop in batches:
-        step = size or stop - start
+        step = size or max(stop - start, 1)
         spans += [(first, min(first + step, stop)) for first in range(start, stop, step)]
     return spans
 
@@ -392,7 +392,7 @@ def answers_table(name: str, answers: Sequence[RewardResult]) -> pd.DataFrame:
         for detail, values in details.items():
             values.extend(answer.details.get(detail, [None] * len(answer.scores)))
         rows += len(answer.scores)
-    scores = np.concatenate([answer.scores for answer in answers]).astype(np.float32)
+    scores = np.concatenate([np.empty(0), *(answer.scores for answer in answers)]).astype(np.float32)
     table = pd.DataFrame({f"reward/{name}": scores} | {f"{name}/{detail}": details[detail] for detail in details})
     for column in table.select_dtypes(object).columns:
         table[column] = pd.Series(one_kind_of_lists(table[column]), dtype=object)

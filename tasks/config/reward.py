@@ -44,10 +44,10 @@ class RewardFunctionConfig(Section):
     guard: bool = Field(False, description="Measured, never trained on, and watched for a fall while the reward rises.")
     training_share: NotShaping[float] = Field(
         1.0,
-        gt=0,
+        ge=0,
         le=1,
         description="Share of an iteration's pictures that a guard, or a reward of weight 0, measures: the first of "
-        "each rollout batch. A validation's are all measured.",
+        "each rollout batch; 0 measures none. A validation's are all measured.",
     )
     frame_interval: Later[int] = Field(
         1,

@@ -412,6 +412,20 @@ def test_a_guard_measures_a_share_of_an_iteration_and_all_of_a_validation(cluste
         strict.table(shards, pending)
 
 
+@pytest.mark.parametrize("batch_size", ["auto", None, 2])
+def test_a_guard_may_measure_validations_alone(cluster: None, batch_size: int | str | None) -> None:
+    """Where nothing is measured nothing is missing; what is trained on is as it was."""
+    functions = {"brightness": {}, "nan_for_dark": {"guard": True, "training_share": 0, "batch_size": batch_size}}
+    group, shards = RewardGroup(config(**functions, max_missing_fraction=0.1)), batches(5)
+    found = group.table(shards, group.submit(shards, training=True))
+    assert not found.samples["nan_for_dark/measured"].any()
+    assert np.isnan(found.by_reward["nan_for_dark"]).all()
+    assert found.metrics()["reward/nan_for_dark/missing"] == found.busy["nan_for_dark"] == 0
+    assert found.rewards.tolist() == LEVELS
+    whole = group.table(shards, group.submit(shards, training=False))
+    assert whole.by_reward["nan_for_dark"][1:].tolist() == LEVELS[1:]
+
+
 def test_a_validation_scores_all_of_what_it_draws_with_its_own_noise(cluster: None) -> None:
     """Its pictures are those of the table's rows, in their order, whatever the rewards want; and no reward leaves out
     a part of them, as in an iteration."""
