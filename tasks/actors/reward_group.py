@@ -20,6 +20,7 @@ from tasks.config.reward import RewardConfig, RewardFunctionConfig
 from tasks.rewards import (
     NOT_FINITE,
     RewardError,
+    asks_reward_model,
     reward_input,
     weighted_sum,
     with_group_means,
@@ -147,6 +148,8 @@ class RewardGroup:
             label: RewardPool(label, name, entry, model, load_seconds, places)
             for label, (name, entry) in config.named().items()
         }
+        named = {} if model is None else config.named()
+        self._asking = [label for label, (name, entry) in named.items() if asks_reward_model(name, **entry.options)]
 
     def groups(self) -> dict[str, ActorGroup]:
         """The workers of each reward, by the name that metrics call them."""
@@ -170,9 +173,9 @@ class RewardGroup:
             at_once: of them that many are sampled at the same time, as there are rollout workers.
             training: are they an iteration's, of which some rewards measure a `training_share` only?
         """
-        if self.model is not None:
-            self.model.begin_use()
         shares = {name: pool.config.training_share if training else 1.0 for name, pool in self.pools.items()}
+        if self.model is not None and any(shares[name] for name in self._asking):
+            self.model.begin_use()
         last = (len(sizes) - 1) % at_once + 1  # that come at the same time, when nothing else is sampled any more
         pools = {name: pool.begin(sizes, shares[name], last) for name, pool in self.pools.items()}
         return Scoring(pools, self.config.guards.statistics)
@@ -205,7 +208,7 @@ class RewardGroup:
             self._tell_deaths()
             raise
         self._tell_deaths()
-        if self.model is not None:
+        if self.model is not None and any(pending.calls[name] for name in self._asking):
             self.model.end_use()
         uids = samples["uid"].to_numpy(str)
         scores = {name: table[f"reward/{name}"].to_numpy() for name, (table, _) in collected.items()}

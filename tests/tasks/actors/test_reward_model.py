@@ -149,6 +149,20 @@ def test_a_run_starts_its_judge_lets_it_sleep_and_ends_it(cluster: None, tmp_pat
     assert sum(line.startswith("start") for line in journal(tmp_path)) == 2
 
 
+def test_a_judge_of_validations_alone_sleeps_while_the_run_trains(cluster: None, tmp_path: Path) -> None:
+    judge = {"options": {"axes": ["alignment"]}, "guard": True, "training_share": 0}
+    settings = config(tmp_path, functions={"jpeg_compressibility": {}, "judge_grade": judge}, sleep=True)
+    with served_reward_model(settings) as model:
+        group, shards = RewardGroup(settings, model), batches()
+        group.versions()
+        asleep = journal(tmp_path)
+        group.table(shards, group.submit(shards, training=True))
+        assert journal(tmp_path) == asleep
+        found = group.table(shards, group.submit(shards, training=False))
+        assert found.by_reward["judge_grade"].tolist() == [0, 0.25, 0.5, 0.75]
+        assert journal(tmp_path) == [*asleep, "/wake_up", "/sleep?level=1&mode=wait"]
+
+
 @pytest.mark.parametrize("order", ["/sleep", "/wake_up"])
 def test_a_judge_that_is_killed_as_it_is_to_sleep_or_to_wake_up_has_a_successor(
     cluster: None, tmp_path: Path, order: str, caplog: pytest.LogCaptureFixture
