@@ -48,14 +48,18 @@ class Services:
         """MLflow's own file, which can be read while its server is dead."""
         return MlflowClient(f"sqlite:///{self.folder}/mlflow.db")
 
+    @property
+    def store(self) -> list[str]:
+        """Where MLflow's server has its records and its files."""
+        artifacts = ["--default-artifact-root", (self.folder / "mlruns").as_uri(), "--no-serve-artifacts"]
+        return ["--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db", *artifacts]
+
     def start(self, name: str) -> None:
         """Start one, and wait until it answers."""
         address = ["--host", "127.0.0.1", "--port", str(self.ports.get(name))]
-        store = ["--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db"]
-        artifacts = ["--default-artifact-root", (self.folder / "mlruns").as_uri(), "--no-serve-artifacts"]
         commands = {
             "prefect": ["flows.deploy.prefect_command", "server", "start", *address],
-            "mlflow": ["mlflow", "server", *address, *store, *artifacts, "--workers", "1"],
+            "mlflow": ["mlflow", "server", *address, *self.store, "--workers", "1"],
             "worker": ["prefect", "worker", "start", "--pool", "local"],
         }
         self.running[name] = self.python("-m", *commands[name], folder=self.folder)

@@ -126,6 +126,7 @@ def test_a_benchmarks_command_is_one_that_it_takes(
         "endings --moments",
         "kill_rounds --rounds 0",
         "long_run --iterations 0",
+        "lab_servers",
         "real_recipes",
     ],
 )
