@@ -16,6 +16,7 @@ import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate, GlobalConcurrencyLimitUpdate
+from prefect.concurrency import _leases
 from prefect.events.worker import EventsWorker
 from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -134,9 +135,17 @@ def waiting(server: dict[str, str], pool: str, gpus: float, folder: Path | None)
     assert entered.is_set()
 
 
-def test_slots_are_held_and_given_back_across_a_servers_death(tmp_path: Path) -> None:
-    """With the variables that `make up` gives its server."""
-    port = free_port()
+def test_slots_are_held_and_given_back_across_a_servers_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the variables that `make up` gives its server, which dies behind the first renewal. That comes at once, and
+    Prefect tries each for some seconds only: a busy machine takes longer to start a server."""
+    port, renewed, renew = free_port(), threading.Event(), _leases._renew_concurrency_lease_with_retries
+
+    def told(*given: Any, **named: Any) -> bool:
+        done = renew(*given, **named)
+        renewed.set()
+        return done
+
+    monkeypatch.setattr(_leases, "_renew_concurrency_lease_with_retries", told)
     address = f"http://127.0.0.1:{port}/api"
     environment = os.environ | prefect_in(tmp_path) | {"PREFECT_API_URL": address} | KEPT_LEASES
     command = ["-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
@@ -151,6 +160,7 @@ def test_slots_are_held_and_given_back_across_a_servers_death(tmp_path: Path) ->
                 client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=POOL, limit=2))
             holding = gpu_slots(RayConfig(gpu_pool=POOL), 2, tmp_path)
             holding.__enter__()
+            assert renewed.wait(PATIENCE)
             os.kill(first.pid, signal.SIGKILL)
             first.wait(PATIENCE)
         with server("second.log"):
