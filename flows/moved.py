@@ -16,7 +16,7 @@ def main(
 ) -> None:
     """Lead what mlflow.db has in another folder to mlruns in this one."""
     with in_a_sentence(debug):
-        changed = lead_here(Path(), Path(old).absolute())
+        changed = lead_here(Path(), old.absolute())
         what = ", ".join(f"{count} {table.replace('_', ' ')}" for table, count in changed.items() if count)
         typer.echo(f"{DATABASE}: {what} have their files in {Path(FILES).resolve()} now")
 

@@ -20,7 +20,6 @@ from tasks.config.reward import RewardConfig, RewardFunctionConfig
 from tasks.rewards import (
     NOT_FINITE,
     RewardError,
-    asks_reward_model,
     reward_input,
     weighted_sum,
     with_group_means,
@@ -148,8 +147,6 @@ class RewardGroup:
             label: RewardPool(label, name, entry, model, load_seconds, places)
             for label, (name, entry) in config.named().items()
         }
-        named = {} if model is None else config.named()
-        self._asking = [label for label, (name, entry) in named.items() if asks_reward_model(name, **entry.options)]
 
     def groups(self) -> dict[str, ActorGroup]:
         """The workers of each reward, by the name that metrics call them."""
@@ -174,7 +171,7 @@ class RewardGroup:
             training: are they an iteration's, of which some rewards measure a `training_share` only?
         """
         shares = {name: pool.config.training_share if training else 1.0 for name, pool in self.pools.items()}
-        if self.model is not None and any(shares[name] for name in self._asking):
+        if self.model is not None and self._ask_model(shares):
             self.model.begin_use()
         last = (len(sizes) - 1) % at_once + 1  # that come at the same time, when nothing else is sampled any more
         pools = {name: pool.begin(sizes, shares[name], last) for name, pool in self.pools.items()}
@@ -208,7 +205,7 @@ class RewardGroup:
             self._tell_deaths()
             raise
         self._tell_deaths()
-        if self.model is not None and any(pending.calls[name] for name in self._asking):
+        if self.model is not None and self._ask_model(pending.calls):
             self.model.end_use()
         uids = samples["uid"].to_numpy(str)
         scores = {name: table[f"reward/{name}"].to_numpy() for name, (table, _) in collected.items()}
@@ -218,6 +215,10 @@ class RewardGroup:
         parts: Iterable[pd.DataFrame] = [samples, *(table for table, _ in collected.values())]
         joined = pd.concat([*parts, _statistics(get(list(pending.statistics)), uids, finite)], axis=1)
         return Scores(joined, self.weights(), {name: busy for name, (_, busy) in collected.items()})
+
+    def _ask_model(self, measured: Mapping[str, Any]) -> bool:
+        """Is something measured that asks the model? `measured` has something true for each reward that measures."""
+        return any(measured[name] for name, pool in self.pools.items() if pool.asks_model)
 
     def _tell_deaths(self) -> None:
         if self.model is not None:

@@ -25,13 +25,18 @@ from tasks.actors.actor_group import ActorGroup
 from tasks.actors.reward_model_server import FIELD, RewardModelServer, program
 from tasks.actors.waiting import get
 from tasks.config.errors import ConfigError
-from tasks.config.reward import RewardConfig, RewardModelConfig
+from tasks.config.reward import RewardConfig, RewardFunctionConfig, RewardModelConfig
 from tasks.rewards import asks_reward_model
 from tasks.rewards.pretrained import COMMIT
 
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 40.0
+
+
+def _asking(config: RewardConfig) -> dict[str, RewardFunctionConfig]:
+    """Label -> settings of the rewards that ask the run's model."""
+    return {label: entry for label, (name, entry) in config.named().items() if asks_reward_model(name, **entry.options)}
 
 
 def check_reward_model(config: RewardConfig) -> None:
@@ -42,8 +47,7 @@ def check_reward_model(config: RewardConfig) -> None:
             engine is not there.
         ModuleNotAllowed: this machine's setting does not allow the program.
     """
-    asking = [label for label, (name, entry) in config.named().items() if asks_reward_model(name, **entry.options)]
-    model = config.reward_model
+    asking, model = [*_asking(config)], config.reward_model
     if model is None:
         if asking:
             raise ConfigError(
@@ -163,8 +167,7 @@ def served_reward_model(config: RewardConfig) -> Iterator[RewardModel | None]:
     if config.reward_model is None:
         yield None
         return
-    asking = [entry for name, entry in config.named().values() if asks_reward_model(name, **entry.options)]
-    model = RewardModel(config.reward_model, sum(entry.num_workers for entry in asking))
+    model = RewardModel(config.reward_model, sum(entry.num_workers for entry in _asking(config).values()))
     try:
         model.actor.connection.remote()
         yield model

@@ -87,6 +87,7 @@ class RewardPool:
         self.name, self.config, self.load_seconds = label, config, load_seconds
         self.wants = reward_input(name, **config.options)
         asked = model if asks_reward_model(name, **config.options) else None
+        self.asks_model = asked is not None
         shared = places if config.is_colocated else None
         self.group = ActorGroup(
             RewardWorker,
