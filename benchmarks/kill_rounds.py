@@ -36,7 +36,7 @@ import yaml
 
 from benchmarks.docs import put_table, refuse_missing
 from benchmarks.failures import refuse_failed
-from benchmarks.local_services import ROOT, Services, ending_at_sigterm, services, wait_until
+from benchmarks.local_services import ROOT, Services, ending_at_sigterm, serving, wait_until
 from benchmarks.logs import rows_in
 from benchmarks.run_state import (
     STAGES,
@@ -144,7 +144,7 @@ def play(both: Services, victim: str, stage: str, folder: Path, expected: Outcom
 def _play(both: Services, victim: str, stage: str, folder: Path, expected: Outcome, save_freq: int) -> Round:
     if victim == "worker":
         both.start("worker")
-    driver = _start_run(both, folder, by_worker=victim == "worker")
+    driver = start_run(both, folder, by_worker=victim == "worker")
     iteration = random.randint(1, SMALL["trainer"]["total_training_steps"])
 
     def begun() -> bool:
@@ -214,7 +214,8 @@ def workspace(folder: Path, changes: dict[str, Any]) -> None:
     (folder / "prefect.yaml").write_text(yaml.safe_dump(project | {"deployments": [recipe], "definitions": {}}))
 
 
-def _start_run(both: Services, folder: Path, by_worker: bool) -> psutil.Process:
+def start_run(both: Services, folder: Path, by_worker: bool) -> psutil.Process:
+    """The process of a run in the folder: of the command, or of a deployment that the worker has taken."""
     if not by_worker:
         return psutil.Process(both.python("-m", "flows.train", "flow-grpo", folder=folder).pid)
     both.environment["DOUBLEFLOW_HOME"] = str(folder)
@@ -289,9 +290,7 @@ def play_all(rounds: int, victims: Sequence[str], log: Path, missing: bool) -> N
     base = Path(tempfile.mkdtemp(prefix="kill-rounds-"))
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, base, ignore_errors=True)
-        both = stack.enter_context(services(base))
-        pool = [sys.executable, "-m", "prefect", "work-pool", "create", "local", "--type", "process"]
-        subprocess.run(pool, env=both.environment, check=True, capture_output=True)
+        both = stack.enter_context(serving(Services(base)))
         workspace(base / "undisturbed", {})
         if both.python("-m", "flows.train", "flow-grpo", folder=base / "undisturbed").wait(600):
             raise SystemExit((base / "undisturbed" / "output.log").read_text()[-3000:])

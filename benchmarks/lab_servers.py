@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,10 @@ import psutil
 from mlflow import MlflowClient
 
 from benchmarks.docs import put_table, refuse_missing
+from benchmarks.endings import newest_rows
 from benchmarks.failures import refuse_failed
-from benchmarks.kill_rounds import workspace
-from benchmarks.local_services import Services, ending_at_sigterm, import_path, wait_until
+from benchmarks.kill_rounds import start_run, workspace
+from benchmarks.local_services import Services, ending_at_sigterm, import_path, serving, wait_until
 from benchmarks.logs import rows_in
 from benchmarks.run_state import Outcome, logged, outcome
 from tasks.system.ports import free_port
@@ -189,32 +190,20 @@ def measure(lab: LabServices, base: Path, name: str, expected: Outcome | None) -
 
 def _deployed(lab: LabServices, folder: Path) -> None:
     """A worker takes it, with nothing but the servers' addresses and Prefect's password."""
-    lab.environment["DOUBLEFLOW_HOME"] = str(folder)
     lab.start("worker")
-    for arguments in (["deploy", "--all"], ["deployment", "run", "train/flow-grpo"]):
-        if lab.python("-m", "prefect", "--no-prompt", *arguments, folder=folder).wait(300):
-            raise SystemExit((folder / "output.log").read_text()[-3000:])
-    worker = psutil.Process(lab.running["worker"].pid)
-    driver = wait_until(worker.children, 120, "the worker's flow run")[0]
+    driver = start_run(lab, folder, by_worker=True)
     wait_until(lambda: not runs(driver), 900, "the flow run's end")
     lab.kill("worker")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """A line a run, the newest of its name."""
+    """A line a run."""
     lines = ["| Run | Seconds | Metrics, sample tables | As the undisturbed one |", "|---|---|---|---|"]
-    for row in {row["run"]: row for row in rows}.values():
+    for row in rows:
         same = "to the last bit" if row["difference"] is None else f"no: {row['difference']}"
         same = "" if row["run"] == "undisturbed" else same
         lines.append(f"| {row['run']} | {row['seconds']} | {row['metrics']}, {row['tables']} | {same} |")
     return "\n".join(lines)
-
-
-def end_all(lab: LabServices) -> None:
-    """The run that goes on, if one does, and every server; what has ended by itself is left at that."""
-    for name in reversed(list(lab.running)):
-        with suppress(psutil.NoSuchProcess):
-            lab.kill(name)
 
 
 @ending_at_sigterm()
@@ -223,12 +212,7 @@ def measure_all(postgres: Path, s3: str, site: Path, log: Path, names: Sequence[
     base, expected = Path(tempfile.mkdtemp(prefix="lab-")), None
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, base, ignore_errors=True)
-        lab = LabServices(base, postgres, s3, site)
-        stack.callback(end_all, lab)
-        for name in ("postgres", "s3", "prefect", "mlflow"):
-            lab.start(name)
-        pool = lab.python("-m", "prefect", "work-pool", "create", "local", "--type", "process", folder=base)
-        assert pool.wait(120) == 0, (base / "output.log").read_text()[-3000:]
+        lab = stack.enter_context(serving(LabServices(base, postgres, s3, site), "postgres", "s3"))
         for name in ("undisturbed", *names):
             row, found = measure(lab, base, name, expected)
             expected = expected or found
@@ -254,11 +238,11 @@ def main() -> None:
         measure_all(chosen.postgres, chosen.s3, chosen.site.resolve(), chosen.log, chosen.runs)
     else:
         refuse_missing(parser, [chosen.log])
-    rows = rows_in(chosen.log)
-    print(table(rows))
+    found = table(newest_rows(chosen.log, "run", ["undisturbed", *RUNS]))
+    print(found)
     if chosen.write:
-        put_table(DOCS, "lab_servers.py", table(rows))
-    refuse_failed([f"{row['run']}: {row['difference']}" for row in rows if row["difference"]])
+        put_table(DOCS, "lab_servers.py", found)
+    refuse_failed([f"{row['run']}: {row['difference']}" for row in rows_in(chosen.log) if row["difference"]])
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import psutil
@@ -84,17 +84,22 @@ class Services:
             )
 
 
+S = TypeVar("S", bound=Services)
+
+
 @contextmanager
-def services(folder: Path) -> Iterator[Services]:
-    """Both servers; they end with the block."""
-    both = Services(folder)
+def serving(both: S, *before: str) -> Iterator[S]:
+    """Both servers, after what they need, and a work pool; all that runs then ends with the block, the newest first."""
     try:
-        both.start("prefect")
-        both.start("mlflow")
+        for name in (*before, "prefect", "mlflow"):
+            both.start(name)
+        pool = [sys.executable, "-m", "prefect", "work-pool", "create", "local", "--type", "process"]
+        subprocess.run(pool, env=both.environment, check=True, capture_output=True)
         yield both
     finally:
-        for name in list(both.running):
-            both.kill(name)
+        for name in reversed(list(both.running)):
+            with suppress(psutil.NoSuchProcess):  # it has ended by itself
+                both.kill(name)
 
 
 @contextmanager
