@@ -24,6 +24,8 @@ MAKE = re.compile(rb"POST \S*/(runs/create|logged-models|runs/outputs|model-vers
 DOWNLOAD = re.compile(rb"GET \S*/mlflow-artifacts/\S*\.parquet ")
 REMOVE = re.compile(rb"DELETE \S*/mlflow-artifacts/")
 
+pytestmark = pytest.mark.slow  # MLflow's server is started
+
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
@@ -36,17 +38,22 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         yield port
 
 
+@pytest.fixture(autouse=True)
+def asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow's own client asks once, and nothing but a test says where."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+
+
 def tracked(lossy: LostAnswers, experiment: str) -> Tracker:
     return Tracker(TrackingConfig(uri=lossy.address, experiment=experiment), "a-run")
 
 
-@pytest.mark.slow  # it starts MLflow's server
 @pytest.mark.parametrize("retries", ["0", "3"])
 def test_what_a_run_makes_is_made_once(
     port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retries: str
 ) -> None:
     """Also where the environment has MLflow's client ask again by itself: it would not look for what it has made."""
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", retries)
     (tmp_path / "weights.bin").write_bytes(b"trained")
     name = f"retries-{retries}"
@@ -67,10 +74,7 @@ def test_what_a_run_makes_is_made_once(
     assert len(lossy.lost) == 4
 
 
-@pytest.mark.slow  # it starts MLflow's server
-def test_a_file_that_is_gone_already_is_removed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+def test_a_file_that_is_gone_already_is_removed(port: int) -> None:
     with lost_answers("127.0.0.1", port, REMOVE) as lossy:
         tracker = tracked(lossy, "removes")
         for file in ("one", "other"):
@@ -80,11 +84,8 @@ def test_a_file_that_is_gone_already_is_removed(port: int, monkeypatch: pytest.M
     assert len(lossy.lost) == 1
 
 
-@pytest.mark.slow  # it starts MLflow's server
-def test_a_download_that_breaks_is_made_again(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_that_breaks_is_made_again(port: int) -> None:
     """MLflow says of it that there is no such artifact; which it says of one that is not there, too."""
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with lost_answers("127.0.0.1", port, DOWNLOAD) as lossy:
         tracker = tracked(lossy, "downloads")
         tracker.log_table(pd.DataFrame({"reward": [0.5]}), "validation/000010.parquet")

@@ -56,11 +56,16 @@ def test_what_is_kept_of_an_iteration_that_a_checkpoint_has_stops_no_run(tmp_pat
         _check_kept(config, "data-weights", store)
 
 
-def test_what_mlflow_has_of_other_data_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a run that was killed after its first validation, which no checkpoint has."""
+@pytest.fixture
+def tracking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrackingConfig:
+    """MLflow in the folder."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return TrackingConfig(uri=mlflow_in(tmp_path), artifacts=(tmp_path / "artifacts").as_uri())
+
+
+def test_what_mlflow_has_of_other_data_is_not_gone_on_with(tmp_path: Path, tracking: TrackingConfig) -> None:
+    """As of a run that was killed after its first validation, which no checkpoint has."""
     config = TrainConfig(trainer={"default_local_dir": tmp_path})
-    tracking = TrackingConfig(uri=mlflow_in(tmp_path), artifacts=(tmp_path / "artifacts").as_uri())
     first = Tracker(tracking, "a-run")
     first.log_start(config, {DATA_TAG: "data-weights"})
     _refuse_other_data(config, "other-weights", Tracker(tracking, "a-run", first.run_id))
@@ -72,13 +77,9 @@ def test_what_mlflow_has_of_other_data_is_not_gone_on_with(tmp_path: Path, monke
             _refuse_other_data(config, digest, again)
 
 
-def test_what_a_start_measures_otherwise_than_those_before_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_start_measures_otherwise_than_those_before_is_told(tmp_path: Path, tracking: TrackingConfig) -> None:
     """A reward's code was edited, or validation draws other pictures: one curve would have both."""
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     config = TrainConfig(trainer={"default_local_dir": tmp_path})
-    tracking = TrackingConfig(uri=mlflow_in(tmp_path), artifacts=(tmp_path / "artifacts").as_uri())
     first = Tracker(tracking, "a-run")
     first.log_start(config, {"reward.mine": "source-1"})
     assert not list(measured_otherwise(config, {"reward.mine": "source-2"}, first)), "nothing is measured yet"
@@ -92,11 +93,10 @@ def test_what_a_start_measures_otherwise_than_those_before_is_told(
     assert "up to iteration 3 (rollout.val_kwargs.max_prompts is 2 and was " in told
 
 
-def test_guards_compare_what_was_measured_as_it_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+def test_guards_compare_what_was_measured_as_it_is_now(tmp_path: Path, tracking: TrackingConfig) -> None:
     config = TrainConfig(trainer={"default_local_dir": tmp_path})
     fewer = config.with_changes({"actor_rollout_ref": {"rollout": {"val_kwargs": {"max_prompts": 2}}}})
-    tracker = Tracker(TrackingConfig(uri=mlflow_in(tmp_path), artifacts=(tmp_path / "artifacts").as_uri()), "a-run")
+    tracker = Tracker(tracking, "a-run")
     measured = pd.DataFrame({"uid": ["a"], "reward": [0.5]})
 
     def begin(start: TrainConfig, after: int, *validated: int) -> None:
@@ -117,12 +117,10 @@ def test_guards_compare_what_was_measured_as_it_is_now(tmp_path: Path, monkeypat
 
 
 def test_a_field_that_an_older_version_had_not_is_no_other_measurement(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tracking: TrackingConfig
 ) -> None:
     """A run that such a version began goes on with all of its validations."""
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     config = TrainConfig(trainer={"default_local_dir": tmp_path})
-    tracking = TrackingConfig(uri=mlflow_in(tmp_path), artifacts=(tmp_path / "artifacts").as_uri())
     first, older = Tracker(tracking, "a-run"), config.model_dump(mode="json")
     del older["actor_rollout_ref"]["rollout"]["val_kwargs"]["n"]
     for file in ("config.json", "lineage/000000/config.json"):
