@@ -19,7 +19,10 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 Request = dict[str, Any]
@@ -28,7 +31,6 @@ Request = dict[str, Any]
 WHILE_IMPORTING = {
     "OMP_NUM_THREADS": "1",  # Ray's own choice for a worker, which it makes before that one imports anything
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's allocator would start a thread
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # diffusers asks whether there is a GPU, by default CUDA itself
 }
 """Variables that libraries read as they are loaded, where the environment does not have them."""
 WAIT_SECONDS = 30.0
@@ -59,14 +61,53 @@ def main(listens: str, *modules: str) -> None:
     with socket.socket(fileno=int(listens)) as listener:
         for name, value in WHILE_IMPORTING.items():
             os.environ.setdefault(name, value)
-        for module in modules:
-            import_module(module)
+        import_all(modules)
         gc.collect()
         gc.freeze()  # a fork's collections would copy every page
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork ended
         request = next_fork(listener, environment)
     if request is not None:
         runpy.run_path(request["arguments"][0], run_name="__main__")
+
+
+def import_all(modules: Sequence[str]) -> None:
+    """Import these, in this order; whoever asks torch meanwhile whether there is a GPU is answered by a fork.
+
+    diffusers asks. CUDA, once asked, is of no use in a fork, and NVML leaves a thread.
+    """
+    with ExitStack() as answered:
+        for module in modules:
+            imported = import_module(module)
+            if module == "torch":
+                answered.enter_context(answers_kept(imported.cuda))
+
+
+@contextmanager
+def answers_kept(cuda: ModuleType) -> Iterator[None]:
+    """In this block `torch.cuda` says how many GPUs there are, and has not asked here: a fork has, unless it failed."""
+    count = count_in_a_fork(cuda)
+    asks = {"is_available": cuda.is_available, "device_count": cuda.device_count}
+    if count is not None:
+        cuda.__dict__.update(is_available=lambda: count > 0, device_count=lambda: count)
+    try:
+        yield
+    finally:
+        cuda.__dict__.update(asks)
+
+
+def count_in_a_fork(cuda: ModuleType) -> int | None:
+    """How many GPUs torch sees; None where it failed to say."""
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.write(write, str(cuda.device_count() if cuda.is_available() else 0).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read) as said:
+        answer = said.read()
+    os.waitpid(child, 0)
+    return int(answer) if answer else None
 
 
 def end_at_once() -> None:
@@ -114,12 +155,18 @@ def refuses(request: Request, environment: dict[str, str]) -> bool:
     reasons = [*differences(request, environment)]
     if len(os.listdir("/proc/self/task")) > 1:
         reasons.append("it has threads, of which a fork has none")
-    with open("/proc/self/maps") as maps:
-        if "libcuda.so" in maps.read():
-            reasons.append("it has begun CUDA, which a fork cannot use")
+    if any(name.startswith("/dev/nvidia") for name in open_files()):  # torch may have loaded CUDA without beginning it
+        reasons.append("it has begun CUDA, which a fork cannot use")
     if reasons:
         print("; ".join(reasons), flush=True)
     return bool(reasons)
+
+
+def open_files() -> Iterator[str]:
+    """Names of what this process has open."""
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the listing itself
+            yield os.readlink(f"/proc/self/fd/{number}")
 
 
 def differences(request: Request, environment: dict[str, str]) -> list[str]:

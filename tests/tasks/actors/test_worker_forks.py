@@ -38,6 +38,29 @@ if environment.get("MAKES_THREAD"):
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 """
 """A module that takes long to import, say."""
+FAKE_TORCH = """
+import os
+from types import SimpleNamespace
+
+def device_count():
+    cuda.asked.append(os.getpid())
+    if os.environ.get("FAILS"):
+        raise RuntimeError("no driver")
+    return 3
+
+def is_asked():
+    return cuda.device_count is device_count
+
+cuda = SimpleNamespace(asked=[], is_available=lambda: device_count() > 0, device_count=device_count, is_asked=is_asked)
+"""
+ASKS = """
+from torch import cuda
+try:
+    found = [cuda.is_available(), cuda.device_count()]
+except RuntimeError as error:
+    found = str(error)
+"""
+"""A library that asks as it is imported, and what it asks."""
 WORKER = """
 import atexit, json, os, random, resource, signal, sys
 from pathlib import Path
@@ -58,8 +81,9 @@ streams = sorted(int(number) for number in os.listdir("/proc/self/fd"))
 import numpy
 numbers = [random.random(), numpy.random.random()]
 marker = sys.modules.get("marker")
-asks_nvml = marker and marker.environment.get("PYTORCH_NVML_BASED_CUDA_CHECK")
-own = {"numbers": numbers, "imports": getattr(marker, "pid", None), "asks_nvml": asks_nvml}
+own = {"numbers": numbers, "imports": getattr(marker, "pid", None)}
+if asks := sys.modules.get("asks"):
+    own |= {"found": asks.found, "asked_before": [*asks.cuda.asked], "is_asked": asks.cuda.is_asked()}
 alone = os.getsid(0) == os.getpid()
 report = {"state": state, "own": own, "streams": streams[:3] == [0, 1, 2], "alone": alone}
 aside = Path(sys.argv[1] + ".aside")
@@ -158,7 +182,6 @@ def test_a_fork_is_the_process_that_python_would_be(folder: Path) -> None:
     imports = forked["own"]["imports"]
     assert imports not in (None, forked["state"]["pid"])
     assert plain["own"]["imports"] is None
-    assert forked["own"]["asks_nvml"] == "1", "whether there is a GPU: CUDA, once asked, is of no use in a fork"
     assert another["own"]["imports"] == imports
     assert len({*forked["own"]["numbers"], *another["own"]["numbers"], *plain["own"]["numbers"]}) == 6
     assert forked["alone"], "what ends its group ends nobody else"
@@ -224,6 +247,22 @@ def test_what_a_fork_would_have_otherwise_is_told_once_and_python_starts(
             assert asked["state"]["umask"] == MASK, "else what it writes could be written by every user"
     (told,) = told_in(caplog)
     assert why in told
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_whoever_asks_for_gpus_during_the_imports_asks_nobody_in_that_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """CUDA, once asked, is of no use in a fork, and NVML leaves a thread: a fork is asked, which may fail."""
+    (folder / "torch.py").write_text(FAKE_TORCH)
+    (folder / "asks.py").write_text(ASKS)
+    if fails:
+        monkeypatch.setenv("FAILS", "1")
+    with worker_forks(folder, ["torch", "asks"]) as place:
+        said, _ = started(folder, sys.executable, "-P", START, str(place))
+    assert said["own"]["found"] == ("no driver" if fails else [True, 3])
+    assert len(said["own"]["asked_before"]) == fails
+    assert said["own"]["is_asked"], "a worker asks for itself"
 
 
 def test_another_interpreter_has_no_forks_of_this_one(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
