@@ -13,14 +13,15 @@ from pydantic import PositiveInt
 
 from tasks.rewards.base import Reward, RewardResult, register_reward
 from tasks.rewards.errors import RewardError
-from tasks.rewards.rapid_ocr import CUDA, READER
+from tasks.rewards.rapid_ocr import CUDA, READER, DetLimitType
 from tasks.rewards.scored_prompt import ScoredPrompt
 
 Target = Literal["column", "quoted"]
 """Where the wanted text is: in the prompt's `target`, or between double quotes in the prompt."""
 
-DETECTION_S, DETECTION_S_A_PIXEL = 0.07, 1.56e-7
-"""Through what a core took for 512 x 512 and 704 x 1280 (docs/recipes.md)."""
+DETECTION_S_A_PIXEL, LEAST_DETECTED = 2.1e-7, 736**2
+"""What a core took for a pixel that is looked at, of 512 x 512 and of 704 x 1280 (docs/recipes.md); and the fewest of
+a square with `det_limit_type` min."""
 LINE_S = 0.01
 
 
@@ -42,14 +43,17 @@ class OcrReward(Reward):
 
     @classmethod
     def core_seconds(cls, options: Mapping[str, Any], pixels: int) -> float | None:
-        """With detection 0.11 s for 512 x 512 and 0.21 for 704 x 1280, as they are enlarged; a line 6 to 13 ms.
+        """With detection 0.055 s for 512 x 512 and 0.19 for 704 x 1280, as they are enlarged; a line 6 to 13 ms.
 
         On a GPU it was not measured.
         """
         if options.get("device") == "cuda":
             return None
+        if not options.get("detect", False):
+            return LINE_S
         enlarged = pixels * options.get("upscale", 2) ** 2
-        return DETECTION_S + DETECTION_S_A_PIXEL * enlarged if options.get("detect", False) else LINE_S
+        least = LEAST_DETECTED if options.get("det_limit_type") == "min" else 0
+        return DETECTION_S_A_PIXEL * max(enlarged, least)
 
     @classmethod
     def check_options(cls, name: str, options: Mapping[str, Any]) -> None:
@@ -70,6 +74,7 @@ class OcrReward(Reward):
         target: Target = "column",
         substring_is_full: bool = False,
         detect: bool = False,
+        det_limit_type: DetLimitType = "max",
         upscale: PositiveInt = 2,
         rec_image_shape: tuple[PositiveInt, PositiveInt, PositiveInt] = (3, 48, 96),
         threads: PositiveInt = 1,
@@ -81,6 +86,8 @@ class OcrReward(Reward):
             substring_is_full: the full score if the target stands anywhere in what was read, as Flow-GRPO has it.
             detect: find the text in the picture first. Without it the picture as a whole is taken for one line, which
                 is right for small pictures and several times faster.
+            det_limit_type: "max" looks for it in the picture as it is, as PaddleOCR does unless it is told otherwise;
+                "min" in one that is enlarged until its shorter side has 736 pixels, as RapidOCR does.
             upscale: pictures are enlarged so many times (bicubic) before they are read; RapidOCR wants 48 pixel lines.
             rec_image_shape: (channels, height, least width in pixels) of the recogniser's input. Narrow pictures are
                 padded up to the width, so a smaller one is faster.
@@ -95,11 +102,13 @@ class OcrReward(Reward):
         self._substring_is_full = substring_is_full
         self._detect = detect
         self._upscale = upscale
-        self._reader = READER(threads, rec_image_shape)
+        self._reader = READER(threads, rec_image_shape, det_limit_type)
         import onnxruntime  # its package has one of two names
 
         package = f"{self._reader.package}=={version(self._reader.package)}"
         self.version = f"2 {package} onnxruntime=={onnxruntime.__version__}"
+        if detect and det_limit_type == "max":
+            self.version += " det_limit_type=max"  # there was min alone
         if device == "cuda":
             self._reader.use_gpu()
             self.version += " on CUDA"  # rounds otherwise

@@ -3,7 +3,7 @@
 
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -13,6 +13,8 @@ CUDA = "CUDAExecutionProvider"
 CUDA_OPTIONS = {"cudnn_conv_algo_search": "HEURISTIC", "use_tf32": "0"}
 """Of onnxruntime. Kernels are chosen by no stopwatch, and factors are not rounded to 10 bits: as near to a CPU's
 reading as may be."""
+DetLimitType = Literal["max", "min"]
+"""Of which side the detector's input has a limit, in PaddleOCR's words: see `RapidOcr`."""
 LINES_A_PASS = {"cpu": 1, "cuda": 64}
 """Of pictures that are each taken for a line: on a CPU batches are slower than single pictures."""
 
@@ -26,8 +28,12 @@ class RapidOcr(Protocol):
     package: str
     module: str
 
-    def __init__(self, threads: int, rec_image_shape: tuple[int, int, int]):
-        """With so many threads; the recogniser's input is (channels, height, least width in pixels)."""
+    def __init__(self, threads: int, rec_image_shape: tuple[int, int, int], det_limit_type: DetLimitType):
+        """With so many threads; the recogniser's input is (channels, height, least width in pixels).
+
+        The detector looks at a picture as it is, but for one whose longer side has more than 2,000 pixels ("max"), or
+        at one that is enlarged until its shorter side has 736 ("min").
+        """
 
     def use_gpu(self) -> None:
         """Compute on the process's first GPU from now on. Raises RewardError where onnxruntime has none."""
@@ -47,10 +53,15 @@ class RapidOcrOnnxruntime:
 
     package, module = "rapidocr-onnxruntime", "rapidocr_onnxruntime"
 
-    def __init__(self, threads: int, rec_image_shape: tuple[int, int, int]):
+    def __init__(self, threads: int, rec_image_shape: tuple[int, int, int], det_limit_type: DetLimitType):
         from rapidocr_onnxruntime import RapidOCR
 
-        self.ocr = RapidOCR(intra_op_num_threads=threads, inter_op_num_threads=1, rec_img_shape=list(rec_image_shape))
+        self.ocr = RapidOCR(
+            intra_op_num_threads=threads,
+            inter_op_num_threads=1,
+            rec_img_shape=list(rec_image_shape),
+            det_limit_type=det_limit_type,
+        )
         self.lines_a_pass = LINES_A_PASS["cpu"]
 
     def use_gpu(self) -> None:
@@ -75,7 +86,7 @@ class RapidOcr3:
 
     package = module = "rapidocr"
 
-    def __init__(self, threads: int, rec_image_shape: tuple[int, int, int]):
+    def __init__(self, threads: int, rec_image_shape: tuple[int, int, int], det_limit_type: DetLimitType):
         from rapidocr import RapidOCR
 
         self.ocr = RapidOCR(
@@ -84,6 +95,7 @@ class RapidOcr3:
                 "EngineConfig.onnxruntime.intra_op_num_threads": threads,
                 "EngineConfig.onnxruntime.inter_op_num_threads": 1,
                 "Rec.rec_img_shape": list(rec_image_shape),
+                "Det.limit_type": det_limit_type,
             }
         )
         self.lines_a_pass = LINES_A_PASS["cpu"]

@@ -492,6 +492,24 @@ def test_ocr_can_look_for_the_text_in_a_larger_picture():
     assert (result.details["text"], result.scores.tolist()) == (["472", ""], [1, 0])
 
 
+def test_a_picture_is_looked_at_as_it_is_unless_it_is_to_be_enlarged():
+    """Which reads the same here, and costs as many times as much as there are more pixels."""
+    picture = np.full((224, 320, 3), 245, np.uint8)
+    picture[80:152, 90:234] = np.repeat(np.repeat(picture_of("472"), 3, 0), 3, 1)
+    costs, versions = {}, {}
+    for limit, pixels in (("max", (224, 320)), ("min", (736, 1056))):
+        options = {"detect": True, "upscale": 1, "det_limit_type": limit}
+        reward = get_reward("ocr", **options)
+        detector = reward._reader.ocr.text_det
+        assert detector.get_preprocess(320)(picture).shape == (1, 3, *pixels)
+        result = reward(picture[None], [Wanted("p", "472")])
+        assert (result.details["text"], result.scores.tolist()) == (["472"], [1])
+        costs[limit], versions[limit] = OcrReward.core_seconds(options, 512 * 512), reward.version
+    assert costs["min"] / costs["max"] == pytest.approx(736**2 / 512**2)
+    assert versions["max"] != versions["min"], "another picture may be read otherwise"
+    assert get_reward("ocr", detect=True).version == versions["max"]
+
+
 def test_versions_name_what_the_scores_depend_on(ocr):
     reader = "rapidocr==3.4.5" if sys.version_info >= (3, 13) else "rapidocr-onnxruntime==1.4.4"
     assert reader in ocr.version.split()
