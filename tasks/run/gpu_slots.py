@@ -2,7 +2,7 @@
 """GPU slots: a run holds some of a pool by a lease of Prefect's, waits for them aloud, and gives up a dead one's.
 
 What is done here is Prefect's `concurrency`, which tells nobody its lease's id. By that a run that goes on releases the
-lease of its own killed process, which would else stay for a minute and a half.
+lease of its own killed process, which would else stay for a minute and a half; and it renews with more patience.
 """
 
 import json
@@ -20,9 +20,8 @@ import psutil
 from httpx import HTTPError, HTTPStatusError, codes
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter
-from prefect.client.schemas.responses import ConcurrencyLimitWithLeaseResponse, GlobalConcurrencyLimitResponse
+from prefect.client.schemas.responses import GlobalConcurrencyLimitResponse
 from prefect.concurrency._events import emit_concurrency_acquisition_events, emit_concurrency_release_events
-from prefect.concurrency._leases import maintain_concurrency_lease
 from prefect.events.filters import EventFilter
 from prefect.exceptions import ObjectNotFound
 
@@ -31,14 +30,12 @@ from tasks.actors.watchdog import marked
 from tasks.config.trainer import RayConfig
 from tasks.records.flow_page import say
 from tasks.records.owner import Owner
+from tasks.run.slot_lease import LEASE_SECONDS, SlotLease, kept
 from tasks.system.files import put_in_place, remove
 from tasks.system.processes import wait_until_ended
 
 log = logging.getLogger(__name__)
 
-SLOT_LEASE_SECONDS = 90.0
-"""After which the slots of a run that was killed are free; they are renewed while it lives. Prefect takes no less than
-60."""
 RECORD = ".gpu_slots"
 """In a run's folder: which lease it has, and which process."""
 EVENTS = 50
@@ -86,8 +83,8 @@ def gpu_slots(
     """Hold a slot of `config.gpu_pool` for each GPU, so that two runs never share one; waits until they are free.
 
     The slots are a lease: those of a run that was killed are free again after a minute and a half, and for the same run
-    as soon as the killed process's own have ended. A lease that cannot be renewed ends the run, as Prefect's
-    `concurrency` has it.
+    as soon as the killed process's own have ended. Slots that others may have got end the run, as Prefect's
+    `concurrency` has it; a server that is away does not.
 
     Args:
         folder: of a run whose lock this process has; it keeps there which lease is its own.
@@ -107,16 +104,20 @@ def gpu_slots(
     slots = math.ceil(gpus)
     with get_client(sync_client=True) as client:
         _require_room(client, config.gpu_pool, slots)
-        acquired, seconds = _acquire(client, config.gpu_pool, slots, told)
-    events = emit_concurrency_acquisition_events(acquired.limits, slots)
-    try:
+        lease, seconds = _acquire(client, config.gpu_pool, slots, told)
+    events = emit_concurrency_acquisition_events(lease.limits, slots)
+
+    def note(id_: UUID) -> None:
         if record is not None:
-            Held(acquired.lease_id, Owner.this()).write(record)
-        with maintain_concurrency_lease(acquired.lease_id, SLOT_LEASE_SECONDS, raise_on_lease_renewal_failure=True):
+            Held(id_, Owner.this()).write(record)
+
+    try:
+        note(lease.id)
+        with kept(lease, note):
             yield waited + seconds
     finally:
-        _release(acquired.lease_id)
-        emit_concurrency_release_events(acquired.limits, slots, events)
+        _release(lease.id)
+        emit_concurrency_release_events(lease.limits, slots, events)
         if record is not None:
             remove(record)
 
@@ -145,14 +146,12 @@ def _read(client: SyncPrefectClient, pool: str) -> GlobalConcurrencyLimitRespons
         ) from error
 
 
-def _acquire(
-    client: SyncPrefectClient, pool: str, slots: int, told: Callable[[str], None]
-) -> tuple[ConcurrencyLimitWithLeaseResponse, float]:
+def _acquire(client: SyncPrefectClient, pool: str, slots: int, told: Callable[[str], None]) -> tuple[SlotLease, float]:
     """A lease of so many slots, and the seconds that it was waited for. The server says when to ask again."""
     begun = None
     while True:
         try:
-            response = client.increment_concurrency_slots_with_lease([pool], slots, "concurrency", SLOT_LEASE_SECONDS)
+            lease = SlotLease.acquired(client, pool, slots)
         except HTTPStatusError as error:
             if error.response.status_code != codes.LOCKED:
                 _require_room(client, pool, slots)  # it may have become smaller meanwhile
@@ -162,11 +161,10 @@ def _acquire(
                 told(_waits(client, pool, slots))
             time.sleep(float(error.response.headers["Retry-After"]))
             continue
-        acquired = ConcurrencyLimitWithLeaseResponse.model_validate(response.json())
-        if not acquired.limits:  # it was removed meanwhile
+        if lease is None:  # it was removed meanwhile
             _require_room(client, pool, slots)
             continue
-        return acquired, 0.0 if begun is None else time.perf_counter() - begun
+        return lease, 0.0 if begun is None else time.perf_counter() - begun
 
 
 def _waits(client: SyncPrefectClient, pool: str, slots: int) -> str:
@@ -227,7 +225,7 @@ def _outlived(owner: Owner, told: Callable[[str], None]) -> bool:
 
     For as long as its slots could stay in any case, then a warning tells what runs still.
     """
-    mark, over = str(owner.process), time.monotonic() + SLOT_LEASE_SECONDS
+    mark, over = str(owner.process), time.monotonic() + LEASE_SECONDS
     left = first = [*marked(mark)]
     if first:
         told(f"waits until what the run's killed process {owner.process.pid} started has ended: {_pids(first)}")

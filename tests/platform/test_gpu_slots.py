@@ -5,18 +5,20 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
+from httpx import HTTPStatusError
 from prefect import flow
+from prefect._internal.concurrency.cancellation import CancelledError
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate, GlobalConcurrencyLimitUpdate
-from prefect.concurrency import _leases
 from prefect.events.worker import EventsWorker
 from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -27,8 +29,10 @@ from tasks.actors.watchdog import MARK
 from tasks.config.recipes import load_recipe, parse_changes
 from tasks.config.trainer import RayConfig
 from tasks.records.owner import Owner
-from tasks.run.gpu_slots import RECORD, SLOT_LEASE_SECONDS, Held, gpu_slots
+from tasks.run import slot_lease
+from tasks.run.gpu_slots import RECORD, Held, gpu_slots
 from tasks.run.opening import open_cluster_and_tracker
+from tasks.run.slot_lease import LEASE_SECONDS, SlotLease
 from tasks.run.start_times import StartTimes
 from tasks.system.access import KEPT_LEASES
 from tasks.system.ports import free_port
@@ -39,6 +43,7 @@ from tests.support.platform_helpers import Workspace, running
 from tests.support.prefect_store import prefect_in
 
 POOL = "two-gpus"
+AWAY_SECONDS = 6.0
 HOLDS = """
 import os, subprocess, sys, time
 from pathlib import Path
@@ -87,7 +92,7 @@ def leased(pool: str, slots: int) -> UUID:
     """A lease of somebody's, who does not renew it."""
     with get_client(sync_client=True) as client:
         return UUID(
-            client.increment_concurrency_slots_with_lease([pool], slots, "concurrency", SLOT_LEASE_SECONDS).json()[
+            client.increment_concurrency_slots_with_lease([pool], slots, "concurrency", LEASE_SECONDS).json()[
                 "lease_id"
             ]
         )
@@ -135,17 +140,22 @@ def waiting(server: dict[str, str], pool: str, gpus: float, folder: Path | None)
     assert entered.is_set()
 
 
-def test_slots_are_held_and_given_back_across_a_servers_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the variables that `make up` gives its server, which dies behind the first renewal. That comes at once, and
-    Prefect tries each for some seconds only: a busy machine takes longer to start a server."""
-    port, renewed, renew = free_port(), threading.Event(), _leases._renew_concurrency_lease_with_retries
+@pytest.fixture
+def renewed_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases, each second."""
+    monkeypatch.setattr(slot_lease, "RENEWED_EVERY", 1.0)
 
-    def told(*given: Any, **named: Any) -> bool:
-        done = renew(*given, **named)
-        renewed.set()
-        return done
 
-    monkeypatch.setattr(_leases, "_renew_concurrency_lease_with_retries", told)
+def said(caplog: pytest.LogCaptureFixture, words: str) -> bool:
+    """Has a lease's renewal told this?"""
+    return any(words in record.getMessage() for record in caplog.records if record.name == slot_lease.__name__)
+
+
+def test_slots_are_held_and_given_back_across_a_servers_death(
+    tmp_path: Path, renewed_often: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the variables that `make up` gives its server, which is away for longer than Prefect itself tries."""
+    port = free_port()
     address = f"http://127.0.0.1:{port}/api"
     environment = os.environ | prefect_in(tmp_path) | {"PREFECT_API_URL": address} | KEPT_LEASES
     command = ["-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
@@ -160,19 +170,67 @@ def test_slots_are_held_and_given_back_across_a_servers_death(tmp_path: Path, mo
                 client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=POOL, limit=2))
             holding = gpu_slots(RayConfig(gpu_pool=POOL), 2, tmp_path)
             holding.__enter__()
-            assert renewed.wait(PATIENCE)
+            held = Held.read(tmp_path / RECORD)
             os.kill(first.pid, signal.SIGKILL)
             first.wait(PATIENCE)
+            wait_until(lambda: said(caplog, "is not renewed, tried on"), "word of the outage")
+            time.sleep(AWAY_SECONDS)
         with server("second.log"):
             wait_for_server(f"{address}/health", "the second server's start")
-            held = Held.read(tmp_path / RECORD)
-            assert held is not None
-            with get_client(sync_client=True) as client:
-                client.renew_concurrency_lease(held.lease, SLOT_LEASE_SECONDS)  # as the run does; raises what it gets
+            wait_until(lambda: said(caplog, "is renewed, after"), "word of the outage's end")
+            assert held == Held.read(tmp_path / RECORD)
             assert taken(POOL) == 2
             holding.__exit__(None, None, None)
             assert taken(POOL) == 0
             EventsWorker.drain_all(PATIENCE)  # or Prefect goes on telling of them in the tests after this one
+
+
+def test_an_expired_lease_has_another_in_its_place(
+    pool: str, tmp_path: Path, renewed_often: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with gpu_slots(RayConfig(gpu_pool=pool), 2, tmp_path):
+        expired = Held.read(tmp_path / RECORD)
+        assert expired is not None
+        with get_client(sync_client=True) as client:
+            client.release_concurrency_slots_with_lease(expired.lease)
+        wait_until(lambda: Held.read(tmp_path / RECORD) != expired, "the record of another")
+        assert said(caplog, "has another one")
+        assert taken(pool) == 2
+    assert taken(pool) == 0
+
+
+def given_to_another(pool: str, folder: Path) -> SlotLease:
+    """One of the slots of the run in this folder."""
+    with get_client(sync_client=True) as client:
+        while True:
+            held = Held.read(folder / RECORD)
+            assert held is not None
+            client.release_concurrency_slots_with_lease(held.lease)
+            with suppress(HTTPStatusError):  # the run was quicker
+                other = SlotLease.acquired(client, pool, 1)
+                assert other is not None
+                return other
+
+
+def test_a_run_whose_slots_are_others_ends(
+    pool: str, tmp_path: Path, renewed_often: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And leaves them theirs."""
+    others: list[SlotLease] = []
+
+    def train() -> None:
+        with gpu_slots(RayConfig(gpu_pool=pool), 2, tmp_path):
+            others.append(given_to_another(pool, tmp_path))
+            while True:
+                time.sleep(0.05)
+
+    with pytest.raises(CancelledError):
+        train()
+    assert said(caplog, "not reserved any more")
+    assert taken(pool) == 1
+    assert not (tmp_path / RECORD).exists()
+    with get_client(sync_client=True) as client:
+        client.release_concurrency_slots_with_lease(others[0].id)
 
 
 def test_a_run_holds_a_slot_for_each_gpu_and_another_waits_for_them(pool: str, prefect_server: dict[str, str]) -> None:
