@@ -13,7 +13,7 @@ if __name__ == "__main__":  # before the imports that take seconds, so that a wr
     main("train")
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -95,10 +95,11 @@ def fit(run: TrainingRun) -> tuple[Summary, str]:
     first = run.next_iteration
     progress, clock = Progress(run, total, first - 1), Stopwatch(first - 1)
     ahead = sample_again(run, clock)
+    inside: Mapping[str, float] = {}
     if run.is_online:
-        sync(run, clock, run.sampling_weights)
+        inside = sync(run, clock, run.sampling_weights).seconds
         run.warm_up()
-    run.start.mark("weights to the rollout")
+    run.start.mark("weights to the rollout", inside)
     if run.is_online and run.iteration == 0 and settings.val_before_train and not run.recorded(0):
         result = validate_weights(run, clock)
         run.tracker.log_step(0, result.metrics(), *validation_records(result))

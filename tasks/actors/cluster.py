@@ -313,17 +313,26 @@ def require_resources(gpus: float, cpus: float) -> None:
         ClusterError: it has fewer.
     """
     there = ray.cluster_resources()
-    if gpus > there.get("GPU", 0.0):
-        raise ClusterError(
-            f"the run needs {gpus:g} GPUs (trainer ranks, rollout.num_actors x num_gpus_per_actor x "
-            "vllm_omni.tensor_parallel_size, each reward's num_workers x num_gpus, reward.reward_model.num_gpus and "
-            f"data.text_encoder.num_gpus) but the Ray cluster has {there.get('GPU', 0.0):g}: lower them, or set "
-            "trainer.device or data.text_encoder.device to cpu"
-        )
+    require_gpus(gpus, there.get("GPU", 0.0), "the Ray cluster has")
     if cpus > there.get("CPU", 0.0):
         raise ClusterError(
             f"the rewards reserve {cpus:g} CPUs (num_workers x num_cpus of each of reward.functions) but the Ray "
             f"cluster has {there.get('CPU', 0.0):g}: lower them; 0 reserves none"
+        )
+
+
+def require_gpus(gpus: float, there: float, told: str) -> None:
+    """Raise ClusterError where fewer GPUs are there than a run needs.
+
+    Args:
+        told: who has so many.
+    """
+    if gpus > there:
+        raise ClusterError(
+            f"the run needs {gpus:g} GPUs (trainer ranks, rollout.num_actors x num_gpus_per_actor x "
+            "vllm_omni.tensor_parallel_size, each reward's num_workers x num_gpus, reward.reward_model.num_gpus and "
+            f"data.text_encoder.num_gpus) but {told} {there:g}: lower them, or set trainer.device or "
+            "data.text_encoder.device to cpu"
         )
 
 

@@ -2,6 +2,7 @@
 """Whether a run fits its GPUs: known before anything loads, and told with the settings that would change it."""
 
 import logging
+import os
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from models.cost.memory import GIB, Need
 from models.cost.meta_pass import PassCost
 from models.families.base import DiffusionModelConfig
+from tasks.actors.cluster import require_gpus
 from tasks.config.tree import TrainConfig
 from tasks.run.capacity import ENCODERS, DoesNotFit, Needs, needs, samplers_on_a_gpu
 from tasks.run.ways_out import beyond_memory, ways_out
@@ -34,6 +36,16 @@ def check_fits(config: TrainConfig, model_config: DiffusionModelConfig, cost: Pa
     if lacking is not None:
         raise DoesNotFit(lacking)
     return needed
+
+
+def check_own_gpus(gpus: float) -> None:
+    """A cluster that is started here, for want of a RAY_ADDRESS, has the GPUs that the driver sees.
+
+    Raises:
+        ClusterError: they are fewer than a run needs.
+    """
+    if "RAY_ADDRESS" not in os.environ:
+        require_gpus(gpus, len(_visible_gpus()), "the Ray cluster that is started here would have")
 
 
 def warn_of_others(config: TrainConfig, needed: Needs) -> None:

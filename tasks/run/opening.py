@@ -42,7 +42,7 @@ from tasks.rewards.statistics import GUARDS as STATISTICS
 from tasks.run.capacity import Needs
 from tasks.run.early import check_records
 from tasks.run.expectation import BesideExpected
-from tasks.run.gpu_capacity import warn_of_others
+from tasks.run.gpu_capacity import check_own_gpus, warn_of_others
 from tasks.run.gpu_slots import gpu_slots
 from tasks.run.host_check import warn_of_little_memory
 from tasks.run.kept_stages import KeptStages
@@ -158,6 +158,7 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig, start: St
         ClusterError: as `open_cluster_and_tracker`.
         MachineLost: a machine with a trainer rank is lost.
     """
+    check_own_gpus(config.gpus_needed(trains=True))
     with run_lock(config.run_dir), _told_if_gone(config.run_dir):
         store = _store(config)
         _check_kept(config, inputs.digest, store)
@@ -316,6 +317,7 @@ def open_measurement(
     config: TrainConfig, inputs: Inputs, name: str, tags: Mapping[str, str] | None = None
 ) -> Iterator[MeasuringRun]:
     """Open a measurement of weights, an MLflow run of its own. Raises ClusterError as `open_cluster_and_tracker`."""
+    check_own_gpus(config.gpus_needed(trains=False))
     with (
         open_cluster_and_tracker(config, name, trains=False) as tracker,
         served_reward_model(config.reward) as model,

@@ -3,6 +3,7 @@
 
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -10,6 +11,10 @@ import psutil
 
 MANY_MODULES = 1000
 """So many that are compiled anew take two seconds or more of each process."""
+
+
+LEAST_TOLD_S = 1.0
+"""What of a part took less is not told apart."""
 
 
 def uncompiled_modules() -> int:
@@ -30,15 +35,21 @@ class StartTimes:
     def __init__(self) -> None:
         """Begin: call it first of all."""
         self.parts: dict[str, float] = {}
+        self._inside: dict[str, Mapping[str, float]] = {}
         if StartTimes._counts_process:
             self.parts["the process"] = time.time() - psutil.Process().create_time()
             StartTimes._counts_process = False
         self._last = time.perf_counter()
 
-    def mark(self, part: str) -> None:
-        """Count what has passed since the last mark as this part's."""
+    def mark(self, part: str, inside: Mapping[str, float] | None = None) -> None:
+        """Count what has passed since the last mark as this part's.
+
+        Args:
+            inside: name -> seconds of what it consisted of, some of it side by side.
+        """
         now = time.perf_counter()
         self.parts[part] = self.parts.get(part, 0.0) + now - self._last
+        self._inside[part] = inside or {}
         self._last = now
 
     def apart(self, part: str, seconds: float) -> None:
@@ -53,10 +64,15 @@ class StartTimes:
 
     def told(self) -> str:
         """What a run says once its first update is done."""
-        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.parts.items())
+        parts = ", ".join(f"{part} {seconds:.1f}{self._told_inside(part)}" for part, seconds in self.parts.items())
         said = f"the first update was done after {self.seconds:.1f} s: {parts}"
         modules = uncompiled_modules()
         if modules < MANY_MODULES:
             return said
         kept = "not written (PYTHONDONTWRITEBYTECODE)" if sys.dont_write_bytecode else "not there and cannot be written"
         return f"{said}; each process compiled {modules} modules anew, as their __pycache__ is {kept}"
+
+    def _told_inside(self, part: str) -> str:
+        long = {name: seconds for name, seconds in self._inside.get(part, {}).items() if seconds >= LEAST_TOLD_S}
+        told = ", ".join(f"{name} {seconds:.1f}" for name, seconds in long.items())
+        return f" ({told})" if told else ""

@@ -12,6 +12,7 @@ import yaml
 from prefect.logging import disable_run_logger
 
 from models.schedulers.noise_keys import NoiseKey
+from tasks.actors.ray_address import ClusterError
 from tasks.actors.ray_files import RayFilesError
 from tasks.actors.rollout_group import window_of_batch
 from tasks.cli.terminal import WRONG_INPUT, last_words
@@ -75,6 +76,24 @@ def test_a_run_that_is_not_to_resume_is_refused_for_what_was_given(
     ):
         pass
     assert last_words(refused.value)[1] == WRONG_INPUT
+
+
+def test_gpus_that_are_not_there_are_missed_before_ray_starts_or_a_folder_is_made(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray took its start to find out, and a folder of empty ones stayed."""
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    recipe = load_recipe("tiny")
+    (reward,) = recipe.reward.functions
+    settings = ["trainer.device=cuda", f"reward.functions.{reward}.num_gpus=64", "trainer.gpu_memory_gib=80"]
+    settings.append(f"trainer.default_local_dir={tmp_path}/runs")
+    config = recipe.with_changes(parse_changes(settings, recipe=recipe))
+    there = torch.cuda.device_count()
+    message = rf"needs 6\d GPUs .* but the Ray cluster that is started here would have {there}: lower them"
+    with pytest.raises(ClusterError, match=message), open_run(config, check_inputs(config), recipe, StartTimes()):
+        pass
+    assert not (tmp_path / "runs").exists()
 
 
 def test_no_checkpoint_is_read_while_ray_starts(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

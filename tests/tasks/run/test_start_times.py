@@ -6,12 +6,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tasks.run.start_times import StartTimes
+
 ROOT = Path(__file__).parents[3]
 CODE = """
 from tasks.run import start_times
 start_times.MANY_MODULES = 20  # which are what these lines import
 print(start_times.StartTimes().told())
 """
+
+
+def test_what_took_long_inside_of_a_part_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StartTimes, "_counts_process", False)
+    start = StartTimes()
+    start.mark("checks")
+    start.mark("weights to the rollout", {"gather": 0.4, "trainer_canary": 12.25, "rollout_canary": 13.0})
+    assert "checks 0.0, weights to the rollout 0.0 (trainer_canary 12.2, rollout_canary 13.0)" in start.told()
 
 
 def told(prefix: Path | str, *options: str) -> str:
