@@ -19,9 +19,9 @@ from tasks.rewards.scored_prompt import ScoredPrompt
 Target = Literal["column", "quoted"]
 """Where the wanted text is: in the prompt's `target`, or between double quotes in the prompt."""
 
-DETECTION_S_A_PIXEL, LEAST_DETECTED = 2.1e-7, 736**2
-"""What a core took for a pixel that is looked at, of 512 x 512 and of 704 x 1280 (docs/recipes.md); and the fewest of
-a square with `det_limit_type` min."""
+DETECTION_S_A_PIXEL, LEAST_DETECTED = 1.6e-7, 736**2
+"""What a core takes for a pixel that is looked at (docs/recipes.md); and the fewest of a square with `det_limit_type`
+min."""
 LINE_S = 0.01
 
 
@@ -43,7 +43,7 @@ class OcrReward(Reward):
 
     @classmethod
     def core_seconds(cls, options: Mapping[str, Any], pixels: int) -> float | None:
-        """With detection 0.055 s for 512 x 512 and 0.19 for 704 x 1280, as they are enlarged; a line 6 to 13 ms.
+        """With detection 0.042 s for 512 x 512 and 0.14 for 704 x 1280, as they are enlarged; a line 6 to 13 ms.
 
         On a GPU it was not measured.
         """

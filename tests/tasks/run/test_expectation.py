@@ -148,7 +148,7 @@ def test_the_measured_work_is_the_nearest_in_size() -> None:
 
 def test_rewards_that_were_measured_say_their_seconds() -> None:
     work = reward_work(config_of(ROWS[0]))
-    assert work.core_seconds["ocr"] == pytest.approx(48 * 0.055, rel=0.02)
+    assert work.core_seconds["ocr"] == pytest.approx(48 * 0.042, rel=0.02)
     assert work.seconds == pytest.approx(work.core_seconds["ocr"] / 16)
     words = reward_work(config_of(next(row for row in ROWS if row.recipe == "words")))
     assert words.core_seconds["tesseract"] == pytest.approx(64 * 64 * 0.25 * 0.004), "of a quarter of the pictures"
