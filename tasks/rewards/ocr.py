@@ -103,6 +103,8 @@ class OcrReward(Reward):
         self._detect = detect
         self._upscale = upscale
         self._reader = READER(threads, rec_image_shape, det_limit_type)
+        if detect:
+            self._reader.keep_buffers()
         import onnxruntime  # its package has one of two names
 
         package = f"{self._reader.package}=={version(self._reader.package)}"

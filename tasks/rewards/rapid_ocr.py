@@ -35,6 +35,12 @@ class RapidOcr(Protocol):
         at one that is enlarged until its shorter side has 736 ("min").
         """
 
+    def keep_buffers(self) -> None:
+        """Let the detector keep its buffers from one picture to the next; before `use_gpu`.
+
+        RapidOCR has them given back to the system, whose new pages take a quarter of the detector's time.
+        """
+
     def use_gpu(self) -> None:
         """Compute on the process's first GPU from now on. Raises RewardError where onnxruntime has none."""
 
@@ -62,8 +68,11 @@ class RapidOcrOnnxruntime:
             rec_img_shape=list(rec_image_shape),
             det_limit_type=det_limit_type,
         )
-        self.ocr.text_det.infer.session = with_kept_buffers(self.ocr.text_det.infer.session)
         self.lines_a_pass = LINES_A_PASS["cpu"]
+
+    def keep_buffers(self) -> None:
+        """See `RapidOcr`."""
+        self.ocr.text_det.infer.session = with_kept_buffers(self.ocr.text_det.infer.session)
 
     def use_gpu(self) -> None:
         """See `RapidOcr`."""
@@ -97,10 +106,13 @@ class RapidOcr3:
                 "EngineConfig.onnxruntime.inter_op_num_threads": 1,
                 "Rec.rec_img_shape": list(rec_image_shape),
                 "Det.limit_type": det_limit_type,
-                "EngineConfig.onnxruntime.enable_cpu_mem_arena": True,  # see `with_kept_buffers`
             }
         )
         self.lines_a_pass = LINES_A_PASS["cpu"]
+
+    def keep_buffers(self) -> None:
+        """See `RapidOcr`."""
+        self.ocr.text_det.session.session = with_kept_buffers(self.ocr.text_det.session.session)
 
     def use_gpu(self) -> None:
         """See `RapidOcr`."""
@@ -120,10 +132,7 @@ class RapidOcr3:
 
 
 def with_kept_buffers(session: Any) -> Any:
-    """The same network in a session of onnxruntime that keeps its buffers from one picture to the next.
-
-    RapidOCR has them given back to the system, whose new pages take a quarter of the detector's time.
-    """
+    """The same network in a session of onnxruntime that keeps its buffers from one picture to the next."""
     from onnxruntime import InferenceSession
 
     options = session.get_session_options()

@@ -11,8 +11,6 @@ import psutil
 
 MANY_MODULES = 1000
 """So many that are compiled anew take two seconds or more of each process."""
-
-
 LEAST_TOLD_S = 1.0
 """What of a part took less is not told apart."""
 

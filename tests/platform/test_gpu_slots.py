@@ -32,7 +32,7 @@ from tasks.records.owner import Owner
 from tasks.run import slot_lease
 from tasks.run.gpu_slots import RECORD, Held, gpu_slots
 from tasks.run.opening import open_cluster_and_tracker
-from tasks.run.slot_lease import LEASE_SECONDS, SlotLease
+from tasks.run.slot_lease import SlotLease
 from tasks.run.start_times import StartTimes
 from tasks.system.access import KEPT_LEASES
 from tasks.system.ports import free_port
@@ -91,11 +91,9 @@ def taken(pool: str) -> int:
 def leased(pool: str, slots: int) -> UUID:
     """A lease of somebody's, who does not renew it."""
     with get_client(sync_client=True) as client:
-        return UUID(
-            client.increment_concurrency_slots_with_lease([pool], slots, "concurrency", LEASE_SECONDS).json()[
-                "lease_id"
-            ]
-        )
+        lease = SlotLease.acquired(client, pool, slots)
+    assert lease is not None
+    return lease.id
 
 
 def release(lease: UUID) -> None:
