@@ -4,11 +4,14 @@
     python -m benchmarks.iteration --model sd3.5-medium --public-loop PATH    # a clone of the public code
     python -m benchmarks.iteration --model qwen-image
     python -m benchmarks.iteration --model qwen-image --ranks 4               # on four GPUs, weak scaling
+    python -m benchmarks.iteration --model sd3.5-medium --batch 24 --batches 4 --optimizer-steps 2   # as its recipe
     python -m benchmarks.iteration --model tiny --device cpu                  # that it runs
 
 An iteration is a rollout with its decoded pictures, the update of one optimiser step, and the weights' way back to the
-rollout. Every variant is a process of its own; its line of JSON goes to <work>/results.jsonl, and a variant that is
-there is not run again. At the end the lines are a table. Weights are random: pictures are noise, the work is not.
+rollout; with `--batches` and `--optimizer-steps` several of each, as a recipe makes them: from its second step on, what
+the rollout recorded is another policy's, and the update computes it. Every variant is a process of its own; its line of
+JSON goes to <work>/results.jsonl, and a variant that is there is not run again. At the end the lines are a table.
+Weights are random: pictures are noise, the work is not.
 """
 
 import argparse
@@ -208,6 +211,7 @@ class Iterations:
         }
         chosen = VARIANTS[arguments.variant] | self.sizes | (CHECKPOINTED if arguments.checkpointing else {})
         self.batch, self.record = self.sizes["batch"], chosen.get("record", False)
+        self.sizes |= {"batches": arguments.batches, "optimizer_steps": arguments.optimizer_steps}
         folder = arguments.work / "model"
         self.model_config, _ = configs(arguments.model, folder, chosen, 0.0)
         self.actors = {kl: configs(arguments.model, folder, chosen, kl)[1] for kl in arguments.kl}
@@ -226,22 +230,25 @@ class Iterations:
         work = self.work
         return request_of(self.model_config, work.text_tokens, work.window, self.batch, self.record, self.made - 1)
 
-    def batch_of(self, trajectories: Any) -> ActorBatch:
-        """One optimiser step's."""
-        return ActorBatch([(trajectories, advantages_of(self.batch))], self.batch * dist.get_world_size())
+    def mini_batches(self, batches: Sequence[Any]) -> list[ActorBatch]:
+        """Of an iteration's batches, for each optimiser step as many."""
+        a_step = len(batches) // self.arguments.optimizer_steps
+        parts = [(trajectories, advantages_of(self.batch)) for trajectories in batches]
+        count = a_step * self.batch * dist.get_world_size()
+        return [ActorBatch(parts[first : first + a_step], count) for first in range(0, len(parts), a_step)]
 
     def one(self, kl: float, keep: bool = False) -> tuple[dict[str, float], dict[str, float]]:
         """(seconds by part, the update's metrics) of an iteration with this weight of the KL."""
         self.trainer.actor_config = self.actors[kl]
-        request, laps = self.request(), {}
+        requests, laps = [self.request() for _ in range(self.arguments.batches)], {}
         self.clock.lap()
-        trajectories = self.rollout.produce(request).recorded
-        assert isinstance(trajectories, Trajectories)
+        recorded = [self.rollout.produce(request).recorded for request in requests]
         laps["rollout_s"] = self.clock.lap()
         if keep:
-            _keep(self.arguments, trajectories, self.trainer)
+            assert isinstance(recorded[0], Trajectories)
+            _keep(self.arguments, recorded[0], self.trainer)
             self.clock.lap()
-        metrics = self.trainer.update_policy([self.batch_of(trajectories)])
+        metrics = self.trainer.update_policy(self.mini_batches(recorded))
         laps["update_s"] = self.clock.lap()
         sync(self.trainer, self.rollout)
         laps["sync_s"] = self.clock.lap()
@@ -276,7 +283,8 @@ def measure(arguments: argparse.Namespace) -> None:
             times = [iterations.one(kl)[0] for _ in range(arguments.repeats + (arguments.lock is not None))]
             best = {name: min(laps[name] for laps in times) for name in times[0]}
             numbers = {"variant": arguments.variant, "kl": kl, "ranks": dist.get_world_size()} | iterations.sizes
-            numbers |= first[kl] | best | {"images/s": iterations.batch * dist.get_world_size() / sum(best.values())}
+            images = iterations.batch * arguments.batches * dist.get_world_size()
+            numbers |= first[kl] | best | {"images/s": images / sum(best.values())}
             numbers["of it decoding_s"] = iterations.decoding_s()
             if arguments.device == "cuda":
                 numbers["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
@@ -321,13 +329,13 @@ def _trace(arguments: argparse.Namespace, iterations: Iterations) -> None:
     recorded: Any = None
     on_gpu = arguments.device == "cuda"
     for name in ("rollout", "update"):
-        request = iterations.request()
+        requests = [iterations.request() for _ in range(arguments.batches)]
         iterations.clock.lap()
         with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
             if name == "rollout":
-                recorded = iterations.rollout.produce(request).recorded
+                recorded = [iterations.rollout.produce(request).recorded for request in requests]
             else:
-                iterations.trainer.update_policy([iterations.batch_of(recorded)])
+                iterations.trainer.update_policy(iterations.mini_batches(recorded))
             seconds = iterations.clock.lap()
         text = kernel_table(profiler.events() or [], seconds, on_gpu)
         print(f"--- {name}, {arguments.variant}\n{text}", flush=True)
@@ -427,6 +435,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark_iteration"))
     parser.add_argument("--batch", type=int, help="pictures; the model's own number if left out")
     parser.add_argument("--micro-batch", type=int, help="of the update; the model's own number if left out")
+    parser.add_argument("--batches", type=int, default=1, help="of the rollout in an iteration")
+    parser.add_argument("--optimizer-steps", type=int, default=1, help="in an iteration, of as many batches each")
     parser.add_argument(
         "--ranks", type=int, default=1, help="GPUs, each with its own rollout and a rank of the trainer"
     )
@@ -441,7 +451,13 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--trace", action="store_true", help="print the kernels that take longest")
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if min(arguments.batches, arguments.optimizer_steps) < 1 or arguments.batches % arguments.optimizer_steps:
+        parser.error(
+            f"--optimizer-steps {arguments.optimizer_steps} of --batches {arguments.batches}: each step takes as many "
+            "batches, at least one"
+        )
+    return arguments
 
 
 def _run_ranks(ranks: int, variant: str) -> int:

@@ -167,6 +167,8 @@ def test_a_recipe_that_is_not_there_ends_a_benchmark_in_a_sentence_and_leaves_no
         ("rollout --only 'diffusers, compiled'", "--only diffusers, compiled: not with --device cpu"),
         ("scaling words --iterations 3", "--iterations 3: the first 2 and the last are left out, so it takes more"),
         ("orchestration --iterations 3", "--iterations 3: the first 3 are left out, so it takes more"),
+        ("iteration --batches 3 --optimizer-steps 2", "--optimizer-steps 2 of --batches 3: each step takes as many"),
+        ("iteration --batches 0", "--optimizer-steps 1 of --batches 0"),
     ],
 )
 def test_what_would_measure_nothing_or_lose_rows_is_refused(

@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the benchmark of an iteration says of its kernels, and that it measures what the recipes have."""
 
+import re
+import sys
 from pathlib import Path
+from subprocess import run
 
 import pytest
 
-from benchmarks.iteration import VARIANTS, configs, kind_of
+from benchmarks.iteration import RESULTS, VARIANTS, configs, kind_of
+from benchmarks.logs import rows_in
 from tasks.config.recipes import load_recipe
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -30,3 +36,15 @@ def test_its_trainer_shares_weights_as_the_recipes_do(recipe: str, tiny_model: P
     wanted = load_recipe(recipe).actor_rollout_ref.actor.fsdp_config
     assert actor.fsdp_config.shard_frozen == wanted.shard_frozen
     assert actor.fsdp_config.reshard_after_forward == wanted.reshard_after_forward
+
+
+@pytest.mark.slow
+def test_an_iteration_of_several_batches_is_trained_in_as_many_steps_as_asked_for(tmp_path: Path) -> None:
+    """Two steps of two batches of four pictures; only the first finds what the rollout recorded."""
+    given = "--model tiny --device cpu --batches 4 --optimizer-steps 2 --repeats 1 --variants"
+    command = [sys.executable, "-m", "benchmarks.iteration", *given.split(), "and recorded", "--work", str(tmp_path)]
+    done = run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    for metric, value in {"optimizer_steps": 2, "sample_steps": 48, "recorded_steps": 24}.items():
+        assert re.search(rf"'{metric}': {value}\b", done.stdout), metric
+    (row,) = rows_in(tmp_path / RESULTS)
+    assert row["images/s"] * (row["rollout_s"] + row["update_s"] + row["sync_s"]) == pytest.approx(4 * 4)
