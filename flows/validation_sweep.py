@@ -74,6 +74,7 @@ def validation_sweep(
         return Completed(message=f"every version of {name} is measured")
     drawn = list(cells(config, inputs, measurement))
     with open_measurement(config, inputs, f"validation-sweep-{name}") as run:
+        measured = measured.asked_by(run.tracker.client)  # which waits for a server that is away
         sweep = Sweep(config, drawn, measurement, measured, run)
         if measured.run(BASE) is None:
             sweep.measure(None)
@@ -106,7 +107,7 @@ class Sweep:
         tracker, clock = Tracker(self.config.tracking, subject, parent=self.run.tracker.run_id), Stopwatch(subject)
         with tracker.concluded():
             tracker.log_start(self.config, self.measured.tags(subject))
-            with self._holding(version) as rollout:
+            with self._holding(version, tracker) as rollout:
                 results = [(cell, self._draw(clock, rollout, cell)) for cell in self.cells]
             table = pd.concat([labelled(cell, result) for cell, result in results], ignore_index=True)
             step = 0 if version is None else int(version.tags[ITERATION])
@@ -117,12 +118,12 @@ class Sweep:
             return None if version is None else self._judge(version, verdict, tracker)
 
     @contextmanager
-    def _holding(self, version: ModelVersion | None) -> Iterator[RolloutGroup]:
+    def _holding(self, version: ModelVersion | None, tracker: Tracker) -> Iterator[RolloutGroup]:
         """The workers with these weights. Until the block's end a worker that died can read them anew."""
         if version is None:
             yield self.run.rollout
             return
-        with self.measured.exported(version, self.config.trainer.default_local_dir) as folder:
+        with self.measured.exported(tracker, version, self.config.trainer.default_local_dir) as folder:
             self.run.rollout.load_exported(folder)
             yield self.run.rollout
 

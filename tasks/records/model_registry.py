@@ -181,6 +181,10 @@ class Measurements:
         """Nothing is asked of MLflow yet."""
         self.client, self.experiment, self.digest = client, experiment, digest
 
+    def asked_by(self, client: MlflowClient) -> "Measurements":
+        """The same, found by another client."""
+        return Measurements(client, self.experiment, self.digest)
+
     def tags(self, subject: str) -> dict[str, str]:
         """The tags of the run that measures `subject`."""
         return {"doubleflow.measurement": self.digest, "doubleflow.subject": subject}
@@ -209,15 +213,17 @@ class Measurements:
         return None if run_id is None else RunHistory(self.client, run_id).parquet(TABLE)
 
     @contextmanager
-    def exported(self, version: ModelVersion, beside: Path) -> Iterator[Path]:
+    def exported(self, tracker: Tracker, version: ModelVersion, beside: Path) -> Iterator[Path]:
         """A version's files: where MLflow keeps them, or as a copy in the folder `beside` until the block's end.
 
         Of a process that was killed, `make prune` finds the copy.
+
+        Args:
+            tracker: of the run that reads them, which waits for a server that is away.
         """
-        download = partial(mlflow.artifacts.download_artifacts, version.source, tracking_uri=self.client.tracking_uri)
         if urlsplit(version.source).scheme in ("", "file"):
-            yield Path(download()).resolve()
+            yield Path(tracker.patience.download_version(version)).resolve()
             return
         beside.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=named_after_this_process(COPY), dir=beside) as folder:
-            yield Path(download(dst_path=folder)).resolve()
+            yield Path(tracker.patience.download_version(version, folder)).resolve()

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from prefect.logging import get_run_logger
 
 from models.errors import full_disk, no_room_for
 from tasks.records.tracking_address import TrackingAway, is_server
-from tasks.system.late_mlflow import MlflowClient, mlflow
+from tasks.system.late_mlflow import MlflowClient, ModelVersion, mlflow
 from tasks.system.signals import held_back
 
 T = TypeVar("T")
@@ -173,6 +173,25 @@ class PatientClient(AskedClient):
                 if path not in [file.path for file in files]:
                     raise
             return str(self._client.download_artifacts(run_id, path, dst_path))
+
+        return self.asked(downloaded)
+
+    def download_version(self, version: ModelVersion, dst_path: str | None = None) -> str:
+        """Where a registered version's files lie, or were copied to, below `dst_path`. As `download_artifacts`.
+
+        Raises:
+            MlflowException: it has no files, or none that can be had.
+            TrackingAway: as `asked`.
+        """
+        source, uri = version.source, self._client.tracking_uri
+        fetch = partial(mlflow.artifacts.download_artifacts, source, dst_path=dst_path, tracking_uri=uri)
+
+        def downloaded() -> str:
+            try:
+                return str(fetch())
+            except mlflow.exceptions.MlflowException:
+                self._client.get_model_version(version.name, version.version)  # does MLflow answer at all?
+            return str(fetch())
 
         return self.asked(downloaded)
 

@@ -51,9 +51,9 @@ class LostAnswers:
             with suppress(OSError):
                 while part := client.recv(65536):
                     said = said[-65536:] + part
-                    asked = self.requests.search(said)
-                    if asked and (path := asked[0].split()[1].decode()) not in self.lost:
-                        self.lost.add(path)
+                    new = {asked[0].split()[1].decode() for asked in self.requests.finditer(said)} - self.lost
+                    if new:
+                        self.lost |= new
                         breaks.set()
                     server.sendall(part)
                 server.shutdown(socket.SHUT_WR)

@@ -12,7 +12,7 @@ from mlflow import MlflowClient
 
 from tasks.config.tracking import TrackingConfig
 from tasks.records.history import HistoryError, RunHistory
-from tasks.records.model_registry import champion, measurable_versions, promote, register
+from tasks.records.model_registry import Measurements, champion, measurable_versions, promote, register
 from tasks.records.tracking import Tracker
 from tasks.system.ports import free_port
 from tests.support.lost_answers import LostAnswers, lost_answers
@@ -21,7 +21,8 @@ from tests.support.patience import wait_for_server
 from tests.support.platform_helpers import background
 
 MAKE = re.compile(rb"POST \S*/(runs/create|logged-models|runs/outputs|model-versions/create) ")
-DOWNLOAD = re.compile(rb"GET \S*/mlflow-artifacts/\S*\.parquet ")
+DOWNLOAD = re.compile(rb"GET \S*/mlflow-artifacts/artifacts/\S*\.parquet ")
+WEIGHTS = re.compile(rb"GET \S*/mlflow-artifacts/artifacts/\S*weights\.bin ")
 REMOVE = re.compile(rb"DELETE \S*/mlflow-artifacts/")
 
 pytestmark = pytest.mark.slow  # MLflow's server is started
@@ -92,4 +93,16 @@ def test_a_download_that_breaks_is_made_again(port: int) -> None:
         assert [table.reward.tolist() for table in tracker.tables("validation").values()] == [[0.5]]
         with pytest.raises(HistoryError, match=r"has no validation/000020\.parquet"):
             RunHistory(tracker.client, tracker.run_id).table("validation", 20)
+    assert {Path(path).stem for path in lossy.lost} == {"000010", "000020"}
+
+
+def test_a_versions_files_are_asked_for_again(port: int, tmp_path: Path) -> None:
+    """They are gigabytes, on which a scheduled sweep waits."""
+    (source := tmp_path / "weights").mkdir()
+    (source / "weights.bin").write_bytes(trained := os.urandom(1 << 20))
+    with lost_answers("127.0.0.1", port, WEIGHTS) as lossy:
+        tracker = tracked(lossy, "versions")
+        version = register(tracker, "versions", source, 2, {})
+        with Measurements(tracker.client, "versions", "digest").exported(tracker, version, tmp_path / "runs") as folder:
+            assert (folder / "weights.bin").read_bytes() == trained
     assert len(lossy.lost) == 1

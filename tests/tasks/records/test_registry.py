@@ -120,7 +120,7 @@ def test_a_versions_copy_from_a_server_is_gone_after_its_use(
         measured = Measurements(tracker.client, "doubleflow", "digest")
         (temporary := tmp_path / "temporary").mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-        with measured.exported(version, tmp_path / "runs") as folder:
+        with measured.exported(tracker, version, tmp_path / "runs") as folder:
             (copy,) = (tmp_path / "runs").iterdir()
             assert folder.is_relative_to(copy)
             assert (folder / "weights.bin").read_bytes() == b"trained"
@@ -131,7 +131,7 @@ def test_a_versions_copy_from_a_server_is_gone_after_its_use(
 
 def test_files_that_are_there_are_not_copied(tracker: Tracker, weights: Path, tmp_path: Path) -> None:
     version = register(tracker, "tiny", weights, 2, {})
-    with Measurements(tracker.client, "doubleflow", "digest").exported(version, tmp_path / "runs") as folder:
+    with Measurements(tracker.client, "doubleflow", "digest").exported(tracker, version, tmp_path / "runs") as folder:
         assert folder == next(tmp_path.glob("artifacts/models/*/artifacts"))
     assert (folder / "weights.bin").read_bytes() == b"trained"
     assert not (tmp_path / "runs").exists()

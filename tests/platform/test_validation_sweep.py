@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A validation sweep whose MLflow server does not answer while it measures: what was drawn is not lost by that."""
+
+import os
+import re
+from pathlib import Path
+
+from mlflow import MlflowClient
+
+from tasks.config.tracking import TrackingConfig
+from tasks.records.model_registry import register
+from tasks.records.tracking import Tracker
+from tasks.system.ports import free_port
+from tests.platform.test_opening import SWEEP
+from tests.support.lost_answers import lost_answers
+from tests.support.mlflow_store import server_command
+from tests.support.patience import wait_for_server
+from tests.support.platform_helpers import RECIPE, RayHead, Workspace, background
+
+FILES = rb"mlflow-artifacts/artifacts/\S*(transformer/\S*\.safetensors|\.parquet)"
+ASKED = re.compile(rb"GET \S*/(" + FILES + rb"|registered-models/alias\S*) ")
+"""A version's weights, the base model's measurement, and the champion."""
+
+
+def test_answers_that_are_lost_meanwhile_are_asked_for_again(workspace: Workspace, ray_head: RayHead) -> None:
+    name, folder, port = str(RECIPE["trainer"]["experiment_name"]), workspace.folder / "server", free_port()
+    folder.mkdir()
+    command, told = server_command(folder, port)
+    quiet = os.environ | told | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with background(command, quiet, folder / "server.log", folder), lost_answers("127.0.0.1", port, ASKED) as lossy:
+        wait_for_server(f"http://127.0.0.1:{port}/health", "MLflow's start")
+        client = MlflowClient(f"http://127.0.0.1:{port}")
+        trained = Tracker(TrackingConfig(uri=client.tracking_uri), "trained")
+        register(trained, name, workspace.folder / "data/base_model", 10, {})
+        workspace.environment.update(ray_head.joined | {"MLFLOW_TRACKING_URI": lossy.address})
+        output = workspace.run("-c", SWEEP)
+        (measured,) = client.search_runs([trained.experiment_id], f"tags.`doubleflow.subject` = '{name}/1'")
+    assert measured.info.status == "FINISHED"
+    assert measured.data.metrics["gain/base/mean"] == 0, output[-2000:]
+    kinds = {Path(path.partition("?")[0]).suffix or "champion" for path in lossy.lost}
+    assert kinds == {".safetensors", ".parquet", "champion"}
