@@ -54,10 +54,11 @@ def begin(workspace: Workspace, *changes: str) -> Program:
 
 
 def flow_runs(workspace: Workspace) -> dict[str, tuple[str, str]]:
-    """Name -> (state, deployment) of the flow runs that a deployment has."""
+    """Name -> (state, deployment) of the flow runs that somebody asked a deployment for: of others the time comes by
+    itself, such as the nightly sweep's."""
     ask = (
         "SELECT run.name, run.state_type, deployment.name FROM flow_run AS run JOIN deployment "
-        "ON run.deployment_id = deployment.id WHERE run.state_type != 'SCHEDULED'"
+        "ON run.deployment_id = deployment.id WHERE NOT run.auto_scheduled"
     )
     with closing(sqlite3.connect(workspace.folder / ".prefect/prefect.db")) as prefect:
         return {name: (state, deployment) for name, state, deployment in prefect.execute(ask)}

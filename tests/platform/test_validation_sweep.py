@@ -5,6 +5,7 @@ import os
 import re
 from pathlib import Path
 
+import pytest
 from mlflow import MlflowClient
 
 from tasks.config.tracking import TrackingConfig
@@ -22,7 +23,9 @@ ASKED = re.compile(rb"GET \S*/(" + FILES + rb"|registered-models/alias\S*) ")
 """A version's weights, the base model's measurement, and the champion."""
 
 
-def test_answers_that_are_lost_meanwhile_are_asked_for_again(workspace: Workspace, ray_head: RayHead) -> None:
+def test_answers_that_are_lost_meanwhile_are_asked_for_again(
+    workspace: Workspace, ray_head: RayHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name, folder, port = str(RECIPE["trainer"]["experiment_name"]), workspace.folder / "server", free_port()
     folder.mkdir()
     command, told = server_command(folder, port)
@@ -30,6 +33,7 @@ def test_answers_that_are_lost_meanwhile_are_asked_for_again(workspace: Workspac
     with background(command, quiet, folder / "server.log", folder), lost_answers("127.0.0.1", port, ASKED) as lossy:
         wait_for_server(f"http://127.0.0.1:{port}/health", "MLflow's start")
         client = MlflowClient(f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)  # which goes before the config, and others set
         trained = Tracker(TrackingConfig(uri=client.tracking_uri), "trained")
         register(trained, name, workspace.folder / "data/base_model", 10, {})
         workspace.environment.update(ray_head.joined | {"MLFLOW_TRACKING_URI": lossy.address})
