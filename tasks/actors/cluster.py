@@ -20,8 +20,8 @@ from ray.exceptions import AuthenticationError
 
 from models.errors import no_room_for
 from models.runtime import compile_cache, determinism
-from tasks.actors.daemons import needed_daemons
-from tasks.actors.late_daemons import waited_for
+from tasks.actors.daemons import begun_daemons, needed_daemons
+from tasks.actors.late_daemons import daemon_lives, waited_for
 from tasks.actors.ray_address import ClusterError, require_listener
 from tasks.actors.ray_files import keep_token_private, working_folder
 from tasks.actors.watchdog import ROUNDS, end_family, marked, own_mark, watchdog
@@ -155,7 +155,7 @@ def ray_cluster(
             # Of Ctrl-C Ray sees to that itself.
             kept = kept_from_below(signal.SIGHUP)
             with _own_handler_of_sigterm(), kept, waited_for(), set_up_at_once() if forks else nullcontext():
-                _connect(config, address, place)
+                _connect(config, address, place, before)
             with needed_daemons(before):
                 yield forks
 
@@ -178,8 +178,33 @@ def _make_compile_cache(folder: str | None) -> None:
         raise ConfigError(f"trainer.compile_cache, where compiled code is kept, cannot be used: {error}") from error
 
 
-def _connect(config: RayConfig, address: str | None, place: Mapping[str, Any]) -> None:
-    """Join the cluster at the address, or start one. Raises ClusterError, or OSError where Ray's disk is full."""
+class LateStart(ClusterError):
+    """Ray's daemon was not there in its time."""
+
+
+def _connect(config: RayConfig, address: str | None, place: Mapping[str, Any], before: set[psutil.Process]) -> None:
+    """Join the cluster at the address, or start one: once more where its daemon gave up, as on a host that was busy.
+
+    Args:
+        before: this process's children that are not of that cluster, to which daemons are added that are no more.
+
+    Raises:
+        ClusterError: there is none.
+        OSError: Ray's disk is full.
+    """
+    try:
+        _start_or_join(config, address, place)
+    except LateStart as late:
+        if daemon_lives(before):  # it has had all of its time
+            raise
+        log.warning("Ray's daemon waited in vain for a program of its own, and is started again: %s", late.__cause__)
+        _end_daemons(before)
+        before.update(begun_daemons(before))
+        _start_or_join(config, address, place)
+
+
+def _start_or_join(config: RayConfig, address: str | None, place: Mapping[str, Any]) -> None:
+    """Once. Raises ClusterError, or OSError where Ray's disk is full."""
     try:
         ray.init(log_to_driver=config.log_to_driver, logging_level=logging.WARNING, **place)
     except (ConnectionError, AuthenticationError) as error:
@@ -193,7 +218,7 @@ def _connect(config: RayConfig, address: str | None, place: Mapping[str, Any]) -
             raise no_room_for(folder) from error
         if LATE not in str(error):
             raise
-        raise ClusterError(
+        raise LateStart(
             "Ray did not start on this machine within its time, as where other programs keep all cores busy: give the "
             "command again, or end some of them"
         ) from error

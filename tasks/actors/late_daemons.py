@@ -2,10 +2,11 @@
 """Ray's daemon on a machine that is busy: Ray itself waits half a minute for it, whatever its settings are."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import ray
 
 from tasks.actors.daemons import begun_daemons
@@ -14,6 +15,15 @@ from tasks.system.processes import runs
 DAEMON = "raylet"
 LATEST_SECONDS = 180.0
 """For it to be there. Before that it starts two Python programs, each of which takes half a minute on a slow host."""
+
+
+def daemon_lives(before: Set[psutil.Process] = frozenset()) -> bool:
+    """Does a daemon run that this process has started, none of those processes?
+
+    It gives up by itself where one of its Python programs has not said after 15 seconds, which no setting changes, that
+    it is there.
+    """
+    return any(name == DAEMON and runs(daemon) for daemon, name in begun_daemons(before).items())
 
 
 @contextmanager
@@ -28,8 +38,7 @@ def waited_for() -> Iterator[None]:
             try:
                 return look(*asked, **named)
             except RuntimeError:  # Ray's, of a node that it does not know yet
-                lives = any(name == DAEMON and runs(daemon) for daemon, name in begun_daemons().items())
-                if time.monotonic() > latest or not lives:
+                if time.monotonic() > latest or not daemon_lives():
                     raise
             time.sleep(0.1)
 

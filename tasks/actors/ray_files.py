@@ -52,7 +52,7 @@ def working_folder() -> Iterator[Path]:
             )
         yield inner
     except Exception as error:
-        for logs in inner.glob("session_[0-9]*/logs"):
+        for logs in sorted(inner.glob("session_[0-9]*/logs"))[-1:]:  # there are two where Ray was started again
             logs.rename(outer / "logs")
             error.add_note(f"the logs of Ray's processes are in {outer / 'logs'}")
         raise

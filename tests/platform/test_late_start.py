@@ -4,7 +4,7 @@
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import ray
 
 from tasks.actors import late_daemons
 from tasks.actors.cluster import ClusterError, ray_cluster
+from tasks.actors.daemons import require_daemons
 from tasks.config.trainer import RayConfig
 from tasks.system.processes import runs
 
@@ -21,12 +22,23 @@ RAYS_OWN = 30.0
 """Seconds that Ray waits by itself."""
 
 
-def hold_the_daemon(over: threading.Event, held: list[psutil.Process], seconds: float | None) -> None:
-    """Hold Ray's raylet of this process as soon as it is there, for so long or for good."""
+def is_daemon(child: psutil.Process) -> bool:
+    return child.name() == "raylet"
+
+
+def is_agent(child: psutil.Process) -> bool:
+    """The program that the daemon waits for."""
+    return not is_daemon(child) and any(word.endswith("dashboard/agent.py") for word in child.cmdline())
+
+
+def hold(
+    over: threading.Event, held: list[psutil.Process], seconds: float | None, is_meant: Callable[[psutil.Process], bool]
+) -> None:
+    """Hold one of Ray's processes below this one as soon as it is there, for so long or for good."""
     while not over.is_set() and not held:
-        for child in psutil.Process().children():
+        for child in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
-                if child.name() == "raylet" and runs(child):  # not that of the test before
+                if is_meant(child) and runs(child):  # not that of the test before
                     child.suspend()
                     held.append(child)
         over.wait(0.005)
@@ -35,9 +47,11 @@ def hold_the_daemon(over: threading.Event, held: list[psutil.Process], seconds: 
 
 
 @contextmanager
-def held_daemon(seconds: float | None) -> Iterator[list[psutil.Process]]:
+def held_daemon(
+    seconds: float | None, is_meant: Callable[[psutil.Process], bool] = is_daemon
+) -> Iterator[list[psutil.Process]]:
     over, held = threading.Event(), list[psutil.Process]()
-    watch = threading.Thread(target=hold_the_daemon, args=(over, held, seconds))
+    watch = threading.Thread(target=hold, args=(over, held, seconds, is_meant))
     watch.start()
     try:
         yield held
@@ -71,6 +85,16 @@ def test_one_that_is_later_than_ray_waits_is_waited_for() -> None:
     with held_daemon(RAYS_OWN + 3) as held, ray_cluster(RayConfig(num_cpus=1, forked_workers=False)):
         assert time.monotonic() - began > RAYS_OWN
         assert len(ray.nodes()) == 1
+    assert [runs(process) for process in held] == [False]
+
+
+def test_one_that_gives_up_is_started_again() -> None:
+    """As on a host where its agent takes more than the 15 seconds that it waits for that."""
+    with held_daemon(None, is_agent) as held, ray_cluster(RayConfig(num_cpus=1, forked_workers=False)):
+        assert len(held) == 1
+        require_daemons()  # the one that gave up is not missed
+        assert len([node for node in ray.nodes() if node["Alive"]]) == 1
+        assert [child.name() for child in psutil.Process().children() if is_daemon(child) and runs(child)] == ["raylet"]
     assert [runs(process) for process in held] == [False]
 
 
