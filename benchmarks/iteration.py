@@ -208,10 +208,11 @@ class Iterations:
         self.sizes = {
             "batch": arguments.batch or self.work.batch,
             "micro_batch": arguments.micro_batch or self.work.micro_batch,
+            "batches": arguments.batches,
+            "optimizer_steps": arguments.optimizer_steps,
         }
         chosen = VARIANTS[arguments.variant] | self.sizes | (CHECKPOINTED if arguments.checkpointing else {})
         self.batch, self.record = self.sizes["batch"], chosen.get("record", False)
-        self.sizes |= {"batches": arguments.batches, "optimizer_steps": arguments.optimizer_steps}
         folder = arguments.work / "model"
         self.model_config, _ = configs(arguments.model, folder, chosen, 0.0)
         self.actors = {kl: configs(arguments.model, folder, chosen, kl)[1] for kl in arguments.kl}

@@ -164,33 +164,34 @@ class PatientClient(AskedClient):
             TrackingAway: as `asked`.
         """
 
-        def downloaded() -> str:
-            try:
-                return str(self._client.download_artifacts(run_id, path, dst_path))
-            except mlflow.exceptions.MlflowException:
-                folder = Path(path).parent.as_posix()
-                files = self._client.list_artifacts(run_id, None if folder == "." else folder)
-                if path not in [file.path for file in files]:
-                    raise
-            return str(self._client.download_artifacts(run_id, path, dst_path))
+        folder = Path(path).parent.as_posix()
 
-        return self.asked(downloaded)
+        def is_there() -> bool:
+            files = self._client.list_artifacts(run_id, None if folder == "." else folder)
+            return path in [file.path for file in files]
+
+        return self._downloaded(partial(self._client.download_artifacts, run_id, path, dst_path), is_there)
 
     def download_version(self, version: ModelVersion, dst_path: str | None = None) -> str:
         """Where a registered version's files lie, or were copied to, below `dst_path`. As `download_artifacts`.
 
         Raises:
-            MlflowException: it has no files, or none that can be had.
+            MlflowException: there is no such version, or it has no files that can be had.
             TrackingAway: as `asked`.
         """
         source, uri = version.source, self._client.tracking_uri
         fetch = partial(mlflow.artifacts.download_artifacts, source, dst_path=dst_path, tracking_uri=uri)
+        return self._downloaded(fetch, lambda: bool(self._client.get_model_version(version.name, version.version)))
+
+    def _downloaded(self, fetch: Callable[[], str], is_there: Callable[[], bool]) -> str:
+        """What `fetch` returns, called again where it says that there is nothing and MLflow that there is."""
 
         def downloaded() -> str:
             try:
                 return str(fetch())
             except mlflow.exceptions.MlflowException:
-                self._client.get_model_version(version.name, version.version)  # does MLflow answer at all?
+                if not is_there():
+                    raise
             return str(fetch())
 
         return self.asked(downloaded)

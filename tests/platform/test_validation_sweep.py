@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A validation sweep whose MLflow server does not answer while it measures: what was drawn is not lost by that."""
 
-import os
 import re
 from pathlib import Path
 
@@ -11,12 +10,9 @@ from mlflow import MlflowClient
 from tasks.config.tracking import TrackingConfig
 from tasks.records.model_registry import register
 from tasks.records.tracking import Tracker
-from tasks.system.ports import free_port
 from tests.platform.test_opening import SWEEP
 from tests.support.lost_answers import lost_answers
-from tests.support.mlflow_store import server_command
-from tests.support.patience import wait_for_server
-from tests.support.platform_helpers import RECIPE, RayHead, Workspace, background
+from tests.support.platform_helpers import RECIPE, RayHead, Workspace, mlflow_served_in
 
 FILES = rb"mlflow-artifacts/artifacts/\S*(transformer/\S*\.safetensors|\.parquet)"
 ASKED = re.compile(rb"GET \S*/(" + FILES + rb"|registered-models/alias\S*) ")
@@ -26,12 +22,9 @@ ASKED = re.compile(rb"GET \S*/(" + FILES + rb"|registered-models/alias\S*) ")
 def test_answers_that_are_lost_meanwhile_are_asked_for_again(
     workspace: Workspace, ray_head: RayHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, folder, port = str(RECIPE["trainer"]["experiment_name"]), workspace.folder / "server", free_port()
+    name, folder = str(RECIPE["trainer"]["experiment_name"]), workspace.folder / "server"
     folder.mkdir()
-    command, told = server_command(folder, port)
-    quiet = os.environ | told | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    with background(command, quiet, folder / "server.log", folder), lost_answers("127.0.0.1", port, ASKED) as lossy:
-        wait_for_server(f"http://127.0.0.1:{port}/health", "MLflow's start")
+    with mlflow_served_in(folder) as port, lost_answers("127.0.0.1", port, ASKED) as lossy:
         client = MlflowClient(f"http://127.0.0.1:{port}")
         monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)  # which goes before the config, and others set
         trained = Tracker(TrackingConfig(uri=client.tracking_uri), "trained")

@@ -42,6 +42,6 @@ def server_command(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
 
     told = {server.BACKEND_STORE_URI_ENV_VAR: mlflow_in(folder), server.REGISTRY_STORE_URI_ENV_VAR: mlflow_in(folder)}
     told |= {server.ARTIFACTS_DESTINATION_ENV_VAR: str(folder), server.SERVE_ARTIFACTS_ENV_VAR: "true"}
-    told |= {server.ARTIFACT_ROOT_ENV_VAR: "mlflow-artifacts:/"}
+    told |= {server.ARTIFACT_ROOT_ENV_VAR: "mlflow-artifacts:/", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     place = ["--host", "127.0.0.1", "--port", str(port)]
     return [sys.executable, "-m", "uvicorn", *place, "mlflow.server.fastapi_app:app"], told

@@ -25,7 +25,7 @@ from tasks.system.access import LOGS_FOR_WATCHERS
 from tasks.system.ports import free_port
 from tasks.system.processes import wait_until_ended
 from tests.support.forked import Program
-from tests.support.mlflow_store import mlflow_in
+from tests.support.mlflow_store import mlflow_in, server_command
 from tests.support.patience import PATIENCE, wait_for_server, wait_until
 from tests.support.prefect_store import prefect_in
 from tests.support.processes import kill_all
@@ -116,6 +116,15 @@ def background(arguments: list[str], environment: dict[str, str], log: Path, fol
         )
     with running(process):
         yield
+
+
+@contextmanager
+def mlflow_served_in(folder: Path) -> Iterator[int]:
+    """The port of MLflow's server of the folder's own database and files, on loopback, during the block."""
+    command, told = server_command(folder, port := free_port())
+    with background(command, os.environ | told, folder / "server.log", folder):
+        wait_for_server(f"http://127.0.0.1:{port}/health", "MLflow's start")
+        yield port
 
 
 @contextmanager

@@ -14,11 +14,8 @@ from tasks.config.tracking import TrackingConfig
 from tasks.records.history import HistoryError, RunHistory
 from tasks.records.model_registry import Measurements, champion, measurable_versions, promote, register
 from tasks.records.tracking import Tracker
-from tasks.system.ports import free_port
 from tests.support.lost_answers import LostAnswers, lost_answers
-from tests.support.mlflow_store import server_command
-from tests.support.patience import wait_for_server
-from tests.support.platform_helpers import background
+from tests.support.platform_helpers import mlflow_served_in
 
 MAKE = re.compile(rb"POST \S*/(runs/create|logged-models|runs/outputs|model-versions/create) ")
 DOWNLOAD = re.compile(rb"GET \S*/mlflow-artifacts/artifacts/\S*\.parquet ")
@@ -31,11 +28,7 @@ pytestmark = pytest.mark.slow  # MLflow's server is started
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """Of MLflow's server on loopback."""
-    folder, port = tmp_path_factory.mktemp("mlflow"), free_port()
-    command, told = server_command(folder, port)
-    quiet = os.environ | told | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    with background(command, quiet, folder / "server.log", folder):
-        wait_for_server(f"http://127.0.0.1:{port}/health", "MLflow's start")
+    with mlflow_served_in(tmp_path_factory.mktemp("mlflow")) as port:
         yield port
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model registry on a real MLflow: an iteration has one version, also where a registration was cut off."""
 
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,9 @@ from tasks.records.model_registry import HELD_OUT_TAG, Measurements, champion, p
 from tasks.records.notes import Weights
 from tasks.records.tracking import Tracker
 from tasks.run.watching import watch_guards
-from tasks.system.ports import free_port
 from tasks.system.processes import COPY, maker_lives
-from tests.support.mlflow_store import mlflow_in, server_command
-from tests.support.patience import wait_for_server
-from tests.support.platform_helpers import background
+from tests.support.mlflow_store import mlflow_in
+from tests.support.platform_helpers import mlflow_served_in
 
 
 @pytest.fixture
@@ -109,11 +106,8 @@ def test_a_versions_copy_from_a_server_is_gone_after_its_use(
     tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint has gigabytes, and a scheduled sweep measures many."""
-    address = f"http://127.0.0.1:{(port := free_port())}"
-    command, told = server_command(tmp_path, port)
-    quiet = os.environ | told | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    with background(command, quiet, tmp_path / "server.log", tmp_path):
-        wait_for_server(f"{address}/health", "MLflow's start")
+    with mlflow_served_in(tmp_path) as port:
+        address = f"http://127.0.0.1:{port}"
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
         tracker = Tracker(TrackingConfig(uri=address), "a-run")
         version = register(tracker, "tiny", weights, 2, {})

@@ -265,9 +265,9 @@ def test_mlflow_that_is_gone_does_not_hide_what_ended_the_run(tmp_path: Path, mo
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
     port = free_port()
     command, told = server_command(tmp_path, port)
-    quiet = os.environ | told | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    environment, nowhere = os.environ | told, subprocess.DEVNULL
     server = subprocess.Popen(
-        command, cwd=tmp_path, env=quiet, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        command, cwd=tmp_path, env=environment, stdout=nowhere, stderr=nowhere, start_new_session=True
     )
     try:
         wait_for_server(f"http://127.0.0.1:{port}/health", "MLflow's start")
