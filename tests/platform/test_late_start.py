@@ -31,14 +31,22 @@ def is_agent(child: psutil.Process) -> bool:
     return not is_daemon(child) and any(word.endswith("dashboard/agent.py") for word in child.cmdline())
 
 
+def below() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
 def hold(
-    over: threading.Event, held: list[psutil.Process], seconds: float | None, is_meant: Callable[[psutil.Process], bool]
+    over: threading.Event,
+    held: list[psutil.Process],
+    seconds: float | None,
+    is_meant: Callable[[psutil.Process], bool],
+    before: set[psutil.Process],
 ) -> None:
-    """Hold one of Ray's processes below this one as soon as it is there, for so long or for good."""
+    """Hold one of Ray's processes below this one, but none of before, as soon as it is there: so long, or for good."""
     while not over.is_set() and not held:
-        for child in psutil.Process().children(recursive=True):
+        for child in below() - before:
             with suppress(psutil.Error):
-                if is_meant(child) and runs(child):  # not that of the test before
+                if is_meant(child):
                     child.suspend()
                     held.append(child)
         over.wait(0.005)
@@ -51,7 +59,8 @@ def held_daemon(
     seconds: float | None, is_meant: Callable[[psutil.Process], bool] = is_daemon
 ) -> Iterator[list[psutil.Process]]:
     over, held = threading.Event(), list[psutil.Process]()
-    watch = threading.Thread(target=hold, args=(over, held, seconds, is_meant))
+    before = below()  # with the cluster that tests share
+    watch = threading.Thread(target=hold, args=(over, held, seconds, is_meant, before))
     watch.start()
     try:
         yield held
