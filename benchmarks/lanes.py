@@ -9,13 +9,15 @@ A plan is a list of lanes; `benchmarks/plans/` has some:
       run: python -m flows.prepare_words base-model
       gpus: "0"                   # CUDA_VISIBLE_DEVICES; the caller's by default
       cores: "0-15"               # processors, as taskset names them; all by default
-      after: [data]               # lanes that have to end well before it begins; by default it begins at once
+      needs: [data]               # lanes that have to end well before it begins; by default it begins at once
+      after: [other]              # lanes that have to end, in whatever way, as one that keeps the same GPU busy
       folder: work                # where it runs; the present folder by default
       limit: 300                  # seconds after which it is ended
 
-What a lane needs of another one that failed does not begin. Ctrl-C, SIGTERM and `--limit` end all that runs, each with
-whatever it has started. Commands are bash's, and `python` there is the one that runs this. Prints when each begins and
-ends, adds a line of JSON for each to FOLDER/lanes.jsonl, and exits with 1 where not all have ended well.
+A lane that needs one that failed does not begin; for one that `--only` leaves out it waits for what that waits for.
+Ctrl-C, SIGTERM and `--limit` end all that runs, each with whatever it has started. Commands are bash's, and `python`
+there is the one that runs this. Prints when each begins and ends, adds a line of JSON for each to FOLDER/lanes.jsonl,
+and exits with 1 where not all have ended well.
 """
 
 import argparse
@@ -50,13 +52,14 @@ class Lane(BaseModel):
     run: str
     gpus: str | None = None
     cores: str | None = None
+    needs: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     folder: Path | None = None
     limit: float | None = None
 
 
 def read_plan(path: Path, only: Sequence[str] = ()) -> list[Lane]:
-    """The lanes of a plan, or those of these names, which then wait for nobody else.
+    """The lanes of a plan, or those of these names; for one that is left out they wait for what that waits for.
 
     Raises:
         ValueError: it is no plan, two lanes have one name, or a lane waits for one that does not come before it.
@@ -67,16 +70,26 @@ def read_plan(path: Path, only: Sequence[str] = ()) -> list[Lane]:
         raise ValueError(f"{path} is no plan: {error}") from error
     if missing := {*only} - {lane.name for lane in lanes}:
         raise ValueError(f"{path} has no lane {', '.join(sorted(missing))}")
-    known: list[str] = []
+    known: dict[str, Lane] = {}
     for lane in lanes:
         if lane.name in known:
             raise ValueError(f"{path} has two lanes named {lane.name}")
-        if unknown := {*lane.after} - {*known}:
-            raise ValueError(f"{lane.name} is after {', '.join(sorted(unknown))}, which does not stand before it")
-        known.append(lane.name)
-    kept = [lane for lane in lanes if not only or lane.name in only]
-    names = {lane.name for lane in kept}
-    return [lane.model_copy(update={"after": tuple(n for n in lane.after if n in names)}) for lane in kept]
+        if unknown := {*lane.needs, *lane.after} - {*known}:
+            raise ValueError(f"{lane.name} waits for {', '.join(sorted(unknown))}, which does not stand before it")
+        known[lane.name] = _without_left_out(lane, known, only) if only else lane
+    return [lane for lane in known.values() if not only or lane.name in only]
+
+
+def _without_left_out(lane: Lane, before: Mapping[str, Lane], only: Sequence[str]) -> Lane:
+    """The lane, which waits for lanes of `only` alone; those of before already do."""
+    left_out = [before[name] for name in (*lane.needs, *lane.after) if name not in only]
+    needs = {name for name in lane.needs if name in only}
+    after = {name for name in lane.after if name in only}
+    for other in left_out:
+        after |= {*other.needs, *other.after}
+        if other.name in lane.needs:
+            needs |= {*other.needs}
+    return lane.model_copy(update={"needs": tuple(sorted(needs)), "after": tuple(sorted(after))})
 
 
 class Running:
@@ -159,14 +172,18 @@ class Plan:
             how = "its limit came" if code is None else ENDED_WELL if code == 0 else f"failed with exit code {code}"
             self.end(run.lane.name, how, run.seconds)
         for lane in [*self.waiting]:
-            if not {*lane.after} <= self.ends.keys():
+            if not {*lane.needs, *lane.after} <= self.ends.keys():
                 continue
             self.waiting.remove(lane)
-            if failed := [name for name in lane.after if self.ends[name] != ENDED_WELL]:
+            if failed := [name for name in lane.needs if self.ends[name] != ENDED_WELL]:
                 self.end(lane.name, f"not begun, as {', '.join(failed)} did not end well")
                 continue
-            self.running.append(Running(lane, self.folder / f"{lane.name}.log"))
-            self.say(f"{lane.name} begins")
+            try:
+                self.running.append(Running(lane, self.folder / f"{lane.name}.log"))
+            except OSError as error:  # its folder is not there
+                self.end(lane.name, f"not begun: {error.filename}: {error.strerror}")
+            else:
+                self.say(f"{lane.name} begins")
 
     def follow(self, limit: float | None) -> Mapping[str, str]:
         """Until all have ended, or for so many seconds; lane -> how it ended."""

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from typer.core import TyperGroup
 
 from models.errors import DoubleflowError, causes, full_disk, is_refused
+from models.registry import WrongAnswer
 from tasks.actors.watchdog import watchdog
 from tasks.cli.lost_events import FirstOfLostEvents, give_up_events
 from tasks.cli.stopping import (
@@ -269,9 +270,16 @@ def run_flow(
         try:
             return flow(*arguments, **named)
         except (Exception, KeyboardInterrupt, Stopped) as error:
-            if continues and last_words(error)[1] != WRONG_INPUT:
+            if continues and _has_begun(error):
                 error.add_note(f"continue: {command_line()}")
             raise
+
+
+def _has_begun(error: BaseException) -> bool:
+    """Had a run begun that ended so? What is wrong with its input is said before; what code of the user's own gives
+    back is not seen until a run asks it, and that goes on once the code is right."""
+    wrong_answer = isinstance(error, Exception) and isinstance(cause_of(error), WrongAnswer)
+    return last_words(error)[1] != WRONG_INPUT or wrong_answer
 
 
 def command_line() -> str:

@@ -32,14 +32,16 @@ def follow(folder: Path, text: str, *options: str) -> tuple[int, dict[str, str]]
     return code, {line["lane"]: line["end"] for line in map(json.loads, lines)}
 
 
-def test_a_lane_begins_when_those_before_it_have_ended_well(tmp_path: Path) -> None:
+def test_a_lane_begins_when_those_before_it_have_ended(tmp_path: Path) -> None:
     code, ends = follow(
         tmp_path,
         f"""
 - {{name: data, run: "sleep 0.5; touch {tmp_path}/made"}}
-- {{name: reads, after: [data], run: "test -e {tmp_path}/made"}}
+- {{name: reads, needs: [data], run: "test -e {tmp_path}/made"}}
 - {{name: fails, run: "exit 3"}}
-- {{name: left, after: [reads, fails], run: "touch {tmp_path}/never"}}
+- {{name: left, needs: [reads, fails], run: "touch {tmp_path}/never"}}
+- {{name: then, after: [fails], run: "true"}}
+- {{name: nowhere, folder: {tmp_path}/nowhere, run: "true"}}
 """,
     )
     assert code == 1
@@ -48,6 +50,8 @@ def test_a_lane_begins_when_those_before_it_have_ended_well(tmp_path: Path) -> N
         "reads": "ended",
         "fails": "failed with exit code 3",
         "left": "not begun, as fails did not end well",
+        "then": "ended",
+        "nowhere": f"not begun: {tmp_path}/nowhere: No such file or directory",
     }
     assert not (tmp_path / "never").exists()
 
@@ -72,6 +76,29 @@ def test_limits_and_only(tmp_path: Path) -> None:
     assert (code, ends) == (1, {"long": "its limit came", "longer": "ended with the plan"})
 
 
+def test_what_is_left_out_is_not_waited_for_but_what_that_waits_for_is(tmp_path: Path) -> None:
+    """Else two lanes would have a GPU at a time that the plan gives to one after the other."""
+    plan = written(
+        tmp_path,
+        """
+- {name: data, run: a}
+- {name: first, needs: [data], run: a}
+- {name: second, after: [first], run: a}
+- {name: third, needs: [first], after: [second], run: a}
+- {name: fourth, after: [third], run: a}
+""",
+    )
+    assert [(lane.name, lane.needs, lane.after) for lane in read_plan(plan, ["data", "third", "fourth"])] == [
+        ("data", (), ()),
+        ("third", ("data",), ("data",)),
+        ("fourth", (), ("third",)),
+    ]
+    assert [(lane.name, lane.needs, lane.after) for lane in read_plan(plan, ["first", "fourth"])] == [
+        ("first", (), ()),
+        ("fourth", (), ("first",)),
+    ]
+
+
 def test_a_signal_ends_what_lanes_have_started(tmp_path: Path) -> None:
     plan = written(tmp_path, f'- {{name: parent, run: "sleep 7200 & echo $! > {tmp_path}/child; wait"}}')
     command = [sys.executable, "-m", "benchmarks.lanes", str(plan), "--folder", str(tmp_path / "logs")]
@@ -89,7 +116,8 @@ def test_a_signal_ends_what_lanes_have_started(tmp_path: Path) -> None:
         ("- {name: a}", "no plan"),
         ("- {name: a, run: b, gpu: '0'}", "no plan"),
         ("- {name: a, run: b}\n- {name: a, run: b}", "two lanes named a"),
-        ("- {name: a, run: b, after: [c]}", "a is after c, which does not stand before it"),
+        ("- {name: a, run: b, after: [c]}", "a waits for c, which does not stand before it"),
+        ("- {name: a, run: b, needs: [c]}", "a waits for c, which does not stand before it"),
     ],
 )
 def test_a_wrong_plan_is_refused(text: str, said: str, tmp_path: Path) -> None:

@@ -637,6 +637,23 @@ def test_a_failing_reward_fails_the_run_and_leaves_nothing_running(workspace: Wo
     assert "RuntimeError: the scorer is out of order" in page.read_text()
 
 
+def test_a_wrong_answer_of_own_code_ends_the_run_which_goes_on_once_that_is_right(workspace: Workspace) -> None:
+    source = "def own(sample_level_rewards, index, **options):\n    return {answer}\n"
+    run = ("algorithm.adv_estimator='own_advantage:own'", "trainer={total_training_steps: 1, val_before_train: false}")
+    write_module(workspace, "own_advantage", source.format(answer="None"))
+    said = other_lines(workspace.train(*run, check=False))
+    assert [line.split()[0] for line in said] == ["error:", "continue:"], said
+    assert "which returned" in said[0]
+    write_module(
+        workspace,
+        "own_advantage",
+        source.format(answer="sample_level_rewards - sample_level_rewards.mean(), sample_level_rewards"),
+    )
+    assert "iteration 1/1: reward" in workspace.train(*run)
+    (finished,) = workspace.mlflow_runs()
+    assert finished.info.status == "FINISHED"
+
+
 def test_ratios_that_are_rounding_stop_the_run_at_its_first_update(workspace: Workspace) -> None:
     """No checkpoint has that update."""
     formats = ("actor_rollout_ref.model.dtype=bfloat16", "actor_rollout_ref.actor.fsdp_config.param_dtype=float32")
