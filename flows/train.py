@@ -118,7 +118,7 @@ def fit(run: TrainingRun) -> tuple[Summary, str]:
         if is_measured(run.config, number):
             with clock.stage(WAITING):
                 run.behind.settle()
-            stop_if_flagged(run.config, run.guards, number)
+            stop_if_flagged(run.config, run.guards, number, partial(save_unsaved, run, clock))
         with clock.stage("progress"):
             progress.advance(number, metrics)
 
@@ -210,8 +210,8 @@ def update_and_save(run: TrainingRun, iteration: Iteration, clock: Stopwatch) ->
         with profiled(run.actor_groups(), "trainer", settings.profile, iteration.number, run.tracker, clock):
             run.take_update(iteration.number, update(clock, run.trainer, batches, advantages, old))
     if not run.has_updated:
-        # An update whose first step was left out says nothing of it: the next one is looked at.
-        run.has_updated = not run.learned.get("actor/nonfinite_steps")
+        # An update whose first step was left out, or that made none, says nothing of it: the next one is looked at.
+        run.has_updated = not (run.learned.get("actor/nonfinite_steps") or run.learned["actor/update_skipped"])
         run.start.mark("update")
         say(run.start.told())
         iteration.metrics |= {"perf/start_s": run.start.seconds} if run.has_updated else {}
@@ -223,6 +223,12 @@ def update_and_save(run: TrainingRun, iteration: Iteration, clock: Stopwatch) ->
         state = run.state(iteration.number, run.learned)
         behind = partial(clock.stage_behind, "save_checkpoint") if settings.async_checkpoint else None
         save_checkpoint(clock, run.store, run.trainer, state, behind)
+
+
+def save_unsaved(run: TrainingRun, clock: Stopwatch) -> None:
+    """Write a checkpoint of the weights where none of them was due."""
+    if run.iteration not in run.store.iterations():
+        save_checkpoint(clock, run.store, run.trainer, run.state(run.iteration, run.learned), None)
 
 
 def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, float], clock: Stopwatch) -> None:

@@ -133,7 +133,10 @@ class GuardWatch:
             if falls:
                 found |= self._verdict(name, falls, iteration)
         falls = self._falls(REWARD, self.config.p_value, self.config.collapse_margin)
-        return found | (self._collapse(falls, iteration) if falls else {})
+        if not falls:  # nothing before can be compared, so that a row of falls ends here
+            self.collapsed_since, self.sinking = None, False
+            return found
+        return found | self._collapse(falls, iteration)
 
     def _falls(self, column: str, level: float, margin: float) -> list[Fall]:
         """At the last `validations` validations, or as many as have one earlier; none where the last has none."""

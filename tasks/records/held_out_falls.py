@@ -31,8 +31,10 @@ class Fall:
 
 
 def prompt_means(table: pd.DataFrame, columns: Collection[str]) -> pd.DataFrame:
-    """A validation's table to a row a prompt: means over its pictures of the reward and of the columns that it has."""
-    return table.groupby("uid")[[REWARD, *(name for name in columns if name in table)]].mean()
+    """A validation's table to a row a prompt: means over its pictures of the reward and of the columns that it has, but
+    for one that has no value at all, as of a reward that answered nothing."""
+    known = [name for name in columns if name in table and table[name].notna().any()]
+    return table.groupby("uid")[[REWARD, *known]].mean()
 
 
 def p_above(differences: np.ndarray, margin: float) -> float:

@@ -10,7 +10,8 @@ EDGE = 0.1
 THUMBNAIL = 8
 LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 """Weights of red, green and blue in brightness (ITU-R BT.601)."""
-GUARDS = ("edge_density", "saturation", "diversity")
+DIVERSITY = "diversity"
+GUARDS = ("edge_density", "saturation", DIVERSITY)
 """Those whose fall says something. Entropy falls with the noise of a plain background, in every run that draws better:
 the quickstart's pictures begin at 4.1 bits, and what its base model learnt from has 2.1."""
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of a run's earlier starts measured as the present one does: only that can be compared."""
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -12,6 +13,9 @@ from tasks.config.tree import TrainConfig
 from tasks.records.history import HistoryError, RunHistory
 from tasks.records.tracking import Tracker
 
+MEASUREMENTS = "validations.json"
+"""A run's artifact: the first iteration that is validated in a way -> the fields of that."""
+
 
 def measured_otherwise(config: TrainConfig, tags: Mapping[str, str], tracker: Tracker) -> Iterator[str]:
     """A sentence for what MLflow has of a run that goes on and this start measures in another way: what its curves then
@@ -22,18 +26,15 @@ def measured_otherwise(config: TrainConfig, tags: Mapping[str, str], tracker: Tr
     """
     if not tracker.logged_steps:
         return
-    last, history = max(tracker.logged_steps), RunHistory(tracker.client, tracker.run_id)
-    before = history.run.data.tags
+    last, before = max(tracker.logged_steps), RunHistory(tracker.client, tracker.run_id).run.data.tags
     for name in other_versions(tags, before):
         yield (
             f"{name} is {tags[name]} now and was {before[name]} up to iteration {last}: scores before and after "
             "cannot be compared; another reward is for another run, which model.initial_weights lets begin from "
             "these weights"
         )
-    other: list[str] = []
-    with suppress(HistoryError):
-        other = _other(config, history.config())
-    if other:
+    measurements = _measurements(tracker)
+    if measurements and (other := _other(_fields(config), measurements[max(measurements)])):
         yield (
             f"validation is another than up to iteration {last} ({', '.join(other)}): held-out rewards before and "
             "after cannot be compared, and guards begin anew; set it back, and measure otherwise with flows.validate"
@@ -46,20 +47,54 @@ def other_versions(tags: Mapping[str, str], others: Mapping[str, str]) -> list[s
     return [name for name in rewards if tags[name] != others[name]]
 
 
-def comparable_validations(config: TrainConfig, tracker: Tracker) -> dict[int, pd.DataFrame]:
-    """Iteration -> table of the validations since the last start that measured them otherwise, if there was one."""
-    since, follows_another = -1, False
-    for iteration, earlier in sorted(RunHistory(tracker.client, tracker.run_id).start_configs().items()):
-        since = iteration if follows_another else since
-        follows_another = bool(_other(config, earlier))
-    return {iteration: table for iteration, table in tracker.tables("validation").items() if iteration > since}
+def record_measurement(config: TrainConfig, tracker: Tracker) -> None:
+    """Have MLflow know from which iteration on validations are measured as this start does. To be called before it has
+    the start's config.
+
+    That is the first that is not recorded: of those that this start makes once more, as no checkpoint had them, the
+    records stay what they are.
+    """
+    measurements, fields = _measurements(tracker), _fields(config)
+    if not measurements or _other(fields, measurements[max(measurements)]):
+        measurements[max(tracker.logged_steps, default=-1) + 1] = fields
+    tracker.client.log_dict(tracker.run_id, {str(since): known for since, known in measurements.items()}, MEASUREMENTS)
 
 
-def _other(config: TrainConfig, earlier: Mapping[str, Any]) -> list[str]:
-    """Fields of the validation that a start with the earlier config had otherwise: what they are, and were."""
-    was = flat(earlier)
+def comparable_validations(tracker: Tracker) -> dict[int, pd.DataFrame]:
+    """Iteration -> table of the validations that were measured as the newest start does, without another in between."""
+    since = max(_recorded(tracker), default=0)
+    return {iteration: table for iteration, table in tracker.tables("validation").items() if iteration >= since}
+
+
+def _measurements(tracker: Tracker) -> dict[int, Mapping[str, Any]]:
+    """The first iteration that was validated in a way -> its fields; without those by which none was, as of a start
+    that was ended before. Of a run of an older version all were by its last config."""
+    last = max(tracker.logged_steps, default=-1)
+    found = {since: fields for since, fields in _recorded(tracker).items() if since <= last}
+    if not found and tracker.logged_steps:
+        with suppress(HistoryError):
+            found[0] = flat(RunHistory(tracker.client, tracker.run_id).config())
+    return found
+
+
+def _recorded(tracker: Tracker) -> dict[int, Mapping[str, Any]]:
+    """What `MEASUREMENTS` holds; nothing where the run has none yet."""
+    try:
+        content = RunHistory(tracker.client, tracker.run_id).content(MEASUREMENTS)
+    except HistoryError:
+        return {}
+    return {int(since): fields for since, fields in json.loads(content).items()}
+
+
+def _fields(config: TrainConfig) -> dict[str, Any]:
+    """What decides how a validation is measured."""
+    return {path: value for path, value in flat(config.model_dump(mode="json")).items() if ".val_kwargs." in path}
+
+
+def _other(fields: Mapping[str, Any], earlier: Mapping[str, Any]) -> list[str]:
+    """What is measured otherwise than it was: what it is, and was."""
     return [
-        f"{path.partition('.')[2]} is {value} and was {was[path]}"
-        for path, value in flat(config.model_dump(mode="json")).items()
-        if ".val_kwargs." in path and was.get(path, value) != value
+        f"{path.partition('.')[2]} is {value} and was {earlier[path]}"
+        for path, value in fields.items()
+        if earlier.get(path, value) != value
     ]

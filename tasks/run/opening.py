@@ -38,6 +38,7 @@ from tasks.records.run_store import CHECKPOINTS, STAGES, CheckpointError, Checkp
 from tasks.records.second_trackers import SecondTrackers, Subject
 from tasks.records.tracking import RunGone, Tracker
 from tasks.records.tracking_address import require_answer
+from tasks.rewards.statistics import DIVERSITY
 from tasks.rewards.statistics import GUARDS as STATISTICS
 from tasks.run.capacity import Needs
 from tasks.run.early import check_records
@@ -47,7 +48,7 @@ from tasks.run.gpu_slots import gpu_slots
 from tasks.run.host_check import warn_of_little_memory
 from tasks.run.kept_stages import KeptStages
 from tasks.run.live_text import start_text_encoders
-from tasks.run.measured_alike import comparable_validations, measured_otherwise
+from tasks.run.measured_alike import comparable_validations, measured_otherwise, record_measurement
 from tasks.run.note import run_label, source_tags, write_note
 from tasks.run.preflight import Inputs
 from tasks.run.reporting import RunReport
@@ -191,12 +192,13 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig, start: St
 
 
 def _store(config: TrainConfig) -> CheckpointStore:
-    """The run's checkpoints. Raises ConfigError where there are some and it is not to resume."""
+    """The run's checkpoints. Raises ConfigError where it has begun and is not to resume."""
     store = CheckpointStore(config.run_dir / CHECKPOINTS, config.trainer.max_actor_ckpt_to_keep)
-    if config.trainer.resume_mode == "disable" and store.iterations():
+    begun = store.iterations() or os.path.lexists(config.run_dir / RUN_RECORD)
+    if config.trainer.resume_mode == "disable" and begun:
         raise ConfigError(
-            f"{config.run_dir} has checkpoints and trainer.resume_mode is disable: use auto or another "
-            "trainer.experiment_name"
+            f"{config.run_dir} has a run's record or checkpoints and trainer.resume_mode is disable: use auto or "
+            "another trainer.experiment_name"
         )
     return store
 
@@ -247,8 +249,11 @@ def _begin_records(run: TrainingRun, newest: Future[tuple[RunState, Path] | None
     tags = run_tags(config, inputs, run.online.reward if run.is_online else None)
     for otherwise in measured_otherwise(config, tags, tracker):
         page_logger().warning(otherwise)
+    record_measurement(config, tracker)
     tracker.log_start(config, tags)
     tell_sizes(inputs)
+    if run.is_online and config.reward.guards.statistics and DIVERSITY not in _watched_statistics(config):
+        tell("diversity is no guard here: it compares pictures of one prompt, and rollout.val_kwargs.n is 1")
     tell_expectation(run)
     run.resume(run.behind.wait(newest))
     if run.iteration:
@@ -450,9 +455,15 @@ def watched_guards(config: TrainConfig, tracker: Tracker) -> GuardWatch:
     names = [name for name, entry in config.reward.functions.items() if entry.guard]
     guards = {name: Guard(f"train/reward/{name}/mean", f"reward/{name}", settings.reward_margin) for name in names} | {
         name: Guard(f"train/image/{name}/mean", f"image/{name}", settings.statistics_margin)
-        for name in (STATISTICS if settings.statistics else ())
+        for name in _watched_statistics(config)
     }
-    return GuardWatch(settings, guards, tracker.history, partial(comparable_validations, config, tracker))
+    return GuardWatch(settings, guards, tracker.history, partial(comparable_validations, tracker))
+
+
+def _watched_statistics(config: TrainConfig) -> list[str]:
+    """Picture statistics that are guards; diversity only where validations draw several pictures of a prompt."""
+    several = config.actor_rollout_ref.rollout.val_kwargs.n > 1
+    return [name for name in STATISTICS if config.reward.guards.statistics and (several or name != DIVERSITY)]
 
 
 def run_tags(config: TrainConfig, inputs: Inputs, reward: RewardGroup | None) -> dict[str, str]:

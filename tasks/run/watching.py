@@ -2,7 +2,7 @@
 """What is said, and done, when a run's rewards look wrong: the policy may hack them or unlearn, or one tells no sample
 apart."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -64,8 +64,11 @@ def watch_guards(
     return found
 
 
-def stop_if_flagged(config: TrainConfig, guards: GuardWatch, iteration: int) -> None:
+def stop_if_flagged(config: TrainConfig, guards: GuardWatch, iteration: int, save_first: Callable[[], None]) -> None:
     """End the run where its newest validation flags something and `reward.guards.action` is stop.
+
+    Args:
+        save_first: called before it ends, so that it can go on from this iteration.
 
     Raises:
         RewardHacking: it flags a guard; with where the last good weights are.
@@ -73,6 +76,7 @@ def stop_if_flagged(config: TrainConfig, guards: GuardWatch, iteration: int) -> 
     """
     kind, sentence = _newest_flag(guards)
     if sentence is not None and config.reward.guards.action == "stop":
+        save_first()
         raise kind(f"stopped after iteration {iteration} by reward.guards.action stop: {_told(config, sentence)}")
 
 

@@ -255,14 +255,16 @@ def test_every_iteration_but_the_first_is_sampled_ahead_and_none_that_there_will
     assert [number for number in range(2, 7) if loop._is_sampled_ahead(run, number)] == [2, 4]
 
 
-def test_an_update_that_left_a_step_out_is_not_the_one_whose_ratios_are_looked_at(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("first", [{OPTIMIZER_STEPS: 1.0, "actor/nonfinite_steps": 1.0}, {OPTIMIZER_STEPS: 0.0}])
+def test_an_update_that_left_its_first_step_out_is_not_the_one_whose_ratios_are_looked_at(
+    first: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a step with a gradient of NaN nothing is recorded, so the next update is the first that shows rounding."""
+    """Of a step with a gradient of NaN nothing is recorded, nor of one for which every group tied, so the next update
+    is the first that shows rounding."""
     far_off = {"actor/ratio_deviation/first": 1.0, "actor/pg_clipfrac": 1.0}
     updates = iter(
         [
-            {OPTIMIZER_STEPS: 1.0, "actor/nonfinite_steps": 1.0},
+            first,
             {OPTIMIZER_STEPS: 3.0, "actor/nonfinite_steps": 0.0} | far_off,
         ]
     )

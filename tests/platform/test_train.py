@@ -516,7 +516,7 @@ def test_latents_are_enough_a_worker_may_die_and_a_guard_stops_the_run(workspace
     settings = [
         f"reward.functions={{climbs: {climbs}, taste: {falls}}}",
         "reward.guards={window: 5, p_value: 0.05, statistics: false, action: stop}",
-        "trainer={total_training_steps: 5, test_freq: 1, save_freq: 1, export_freq: 1}",
+        "trainer={total_training_steps: 5, test_freq: 1, save_freq: 0, export_freq: 1}",
     ]
     output = " ".join(workspace.train(*settings, check=False).split())
     (run,) = workspace.mlflow_runs()
@@ -534,6 +534,7 @@ def test_latents_are_enough_a_worker_may_die_and_a_guard_stops_the_run(workspace
     assert run.data.tags["doubleflow.reward_hacking"] == sentence
     assert f"this may be reward hacking: {sentence}" in output
     assert [path.name for path in (folder / "last_good").iterdir()] == ["000001"]
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["iter_000003"]
     assert (
         f"error: stopped after iteration 3 by reward.guards.action stop: {sentence}; the weights of the last" in output
     )

@@ -3,6 +3,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from tasks.config.tree import TrainConfig
 from tasks.records.guards import TRAINED, FloorWatch, Guard, GuardWatch, tau
 from tasks.records.held_out_falls import fall, p_above, prompt_means
 from tasks.rewards.statistics import diversity, edge_density, entropy, picture_statistics, saturation, thumbnail
+from tasks.run.opening import watched_guards
 from tasks.run.watching import (
     RewardCollapse,
     RewardHacking,
@@ -203,6 +205,10 @@ def watch_one(reward_margin: float = 0.2) -> GuardWatch:
     return GuardWatch(GuardConfig(validations=1), {"taste": guard}, lambda name: {}, dict)
 
 
+def not_saved() -> None:
+    raise AssertionError("the run does not end here")
+
+
 HACKED = {0: (0.5, 0.5), 10: (0.6, 0.52), 20: (0.7, 0.3), 30: (0.8, 0.25), 40: (0.9, 0.6)}
 """The guard falls at 20 and 30, and is back at 40."""
 
@@ -245,7 +251,7 @@ def test_a_guard_that_is_back_is_flagged_no_more_and_its_flag_is_remembered() ->
     assert (watched.flagged, watched.suspects, watched.sentence(now=True)) == (set(), set(), None)
     assert watched.sentence() is not None
     stopping = TrainConfig.model_validate({"reward": {"guards": {"action": "stop"}}})
-    stop_if_flagged(stopping, watched, 40)  # a run that was told to go on meanwhile is let go on
+    stop_if_flagged(stopping, watched, 40, not_saved)  # a run that was told to go on meanwhile is let go on
     refuse_flagged(stopping, watched)
 
 
@@ -276,6 +282,26 @@ def test_a_collapse_is_remembered_by_a_run_that_goes_on() -> None:
     resumed = watch({"held_out/collapse/flag": {10: 0.0, 20: 1.0, 30: 0.0, 40: 1.0, 50: 1.0}})
     assert (resumed.collapsed_since, resumed.is_clean) == (40, False)
     assert watch({"held_out/collapse/flag": {10: 1.0, 20: 0.0}}).is_clean
+    resumed.judge(60, held_out(0.3, 0.5))
+    assert (resumed.collapse(), resumed.is_clean) == (None, True), "nothing before is measured as it is now"
+
+
+def test_a_guard_that_a_validation_has_no_value_of_has_no_verdict_there() -> None:
+    """As of a reward that answered nothing: neither a flag of 0, nor the height from which it falls."""
+    series = tables(HACKED)
+    series[0] = series[0].assign(**{TASTE.column: np.nan})
+    series[20] = series[20].assign(**{TASTE.column: np.nan})
+    watched = watch()
+    flags = {step: watched.judge(step, table).get("guard/taste/flag") for step, table in series.items()}
+    assert flags == {0: None, 10: None, 20: None, 30: 0.0, 40: 0.0}
+
+
+@pytest.mark.parametrize(("pictures", "more"), [(1, set()), (2, {"diversity"})])
+def test_diversity_is_a_guard_where_validations_can_measure_it(pictures: int, more: set[str]) -> None:
+    """Of one picture a prompt it never was flagged, and MLflow had 0 as its flag: all is well."""
+    config = TrainConfig.model_validate({"actor_rollout_ref": {"rollout": {"val_kwargs": {"n": pictures}}}})
+    tracker: Any = SimpleNamespace(history=lambda metric: {})
+    assert watched_guards(config, tracker).guards.keys() == {"edge_density", "saturation"} | more
 
 
 @pytest.mark.parametrize("kind", [RewardCollapse, RewardHacking])
@@ -287,11 +313,13 @@ def test_action_stop_ends_a_run_that_is_flagged_and_the_same_command_says_so_aga
             watched.judge(step, table)
     changes = {"reward": {"guards": {"action": "stop"}, "functions": {"ocr": {}}}}
     stopping, flagging = TrainConfig.model_validate(changes), TrainConfig()
+    saved: list[int] = []
     with pytest.raises(kind, match=r"stopped after iteration 40 .*the held-out reward .*no trained ones: begin again"):
-        stop_if_flagged(stopping, watched, 40)
+        stop_if_flagged(stopping, watched, 40, lambda: saved.append(40))
+    assert saved == [40]
     with pytest.raises(kind, match="is stopped by its guards"):
         refuse_flagged(stopping, watched)
-    stop_if_flagged(flagging, watched, 40)
+    stop_if_flagged(flagging, watched, 40, not_saved)
 
 
 def test_of_good_weights_that_a_killed_run_left_beside_older_ones_the_last_are_offered(tmp_path: Path) -> None:
@@ -305,7 +333,7 @@ def test_of_good_weights_that_a_killed_run_left_beside_older_ones_the_last_are_o
     for step, table in list(tables(HACKED).items())[:3]:
         watched.judge(step, table)
     with pytest.raises(RewardHacking, match=r"validation before are those of iteration 1000000, in .*/1000000; look"):
-        stop_if_flagged(config, watched, 20)
+        stop_if_flagged(config, watched, 20, lambda: None)
 
 
 def test_one_validation_is_enough_if_one_is_asked_for() -> None:

@@ -11,10 +11,9 @@ import ray
 
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
-from tasks.records.lineage import Lineage
 from tasks.records.run_store import CHECKPOINTS, STAGES, CheckpointError, CheckpointStore, RunState
 from tasks.records.tracking import Tracker
-from tasks.run.measured_alike import comparable_validations, measured_otherwise
+from tasks.run.measured_alike import comparable_validations, measured_otherwise, record_measurement
 from tasks.run.opening import DATA_TAG, _check_kept, _refuse_other_data, _told_if_gone, open_run
 from tasks.run.start_times import StartTimes
 from tests.support.mlflow_store import mlflow_in
@@ -81,6 +80,7 @@ def test_what_a_start_measures_otherwise_than_those_before_is_told(tmp_path: Pat
     """A reward's code was edited, or validation draws other pictures: one curve would have both."""
     config = TrainConfig(trainer={"default_local_dir": tmp_path})
     first = Tracker(tracking, "a-run")
+    record_measurement(config, first)
     first.log_start(config, {"reward.mine": "source-1"})
     assert not list(measured_otherwise(config, {"reward.mine": "source-2"}, first)), "nothing is measured yet"
     first.log_step(3, {"val/reward/mean": 0.5})
@@ -96,24 +96,25 @@ def test_what_a_start_measures_otherwise_than_those_before_is_told(tmp_path: Pat
 def test_guards_compare_what_was_measured_as_it_is_now(tmp_path: Path, tracking: TrackingConfig) -> None:
     config = TrainConfig(trainer={"default_local_dir": tmp_path})
     fewer = config.with_changes({"actor_rollout_ref": {"rollout": {"val_kwargs": {"max_prompts": 2}}}})
-    tracker = Tracker(tracking, "a-run")
-    measured = pd.DataFrame({"uid": ["a"], "reward": [0.5]})
+    run_id = Tracker(tracking, "a-run").run_id
 
-    def begin(start: TrainConfig, after: int, *validated: int) -> None:
-        nothing = Lineage(tags={}, datasets=[], environment={}, patch=b"")
-        tracker.log_lineage(nothing, after, start)
-        for iteration in validated:
-            tracker.log_files(iteration, tables={"validation": measured})
+    def begin(start: TrainConfig, *iterations: int) -> set[int]:
+        """A start that makes these iterations, of which the even ones are validated."""
+        tracker = Tracker(tracking, "a-run", run_id)
+        record_measurement(start, tracker)
+        tracker.log_start(start, {})
+        for iteration in iterations:
+            measured = {} if iteration % 2 else {"validation": pd.DataFrame({"uid": ["a"], "reward": [0.5]})}
+            tracker.log_step(iteration, {"val/reward/mean": 0.5}, tables=measured)
+        return set(comparable_validations(tracker))
 
-    begin(config, 0, 0, 2)
-    begin(config, 2, 4)
-    assert comparable_validations(config, tracker).keys() == {0, 2, 4}
-    begin(fewer, 4, 6)
-    assert comparable_validations(fewer, tracker).keys() == {6}
-    begin(config, 6, 8)
-    assert comparable_validations(config, tracker).keys() == {8}
-    begin(config.with_changes({"trainer": {"save_freq": 3}}), 8, 10)
-    assert comparable_validations(config, tracker).keys() == {8, 10}
+    assert begin(config, 0) == {0}
+    assert begin(fewer) == set(), "of the same iteration, which no checkpoint has"
+    assert begin(config, 1, 2, 3) == {0, 2}, "set back before anything was measured"
+    assert begin(config, 4, 5) == {0, 2, 4}
+    assert begin(fewer, 6) == {6}, "whichever checkpoint it goes on from"
+    assert begin(config, 7, 8) == {8}
+    assert begin(config.with_changes({"trainer": {"save_freq": 3}}), 9, 10) == {8, 10}
 
 
 def test_a_field_that_an_older_version_had_not_is_no_other_measurement(
@@ -128,7 +129,8 @@ def test_a_field_that_an_older_version_had_not_is_no_other_measurement(
     first.log_step(3, {"val/reward/mean": 0.5}, tables={"validation": pd.DataFrame({"uid": ["a"], "reward": [0.5]})})
     again = Tracker(tracking, "a-run", first.run_id)
     assert not list(measured_otherwise(config, {}, again))
-    assert comparable_validations(config, again).keys() == {3}
+    record_measurement(config, again)
+    assert comparable_validations(again).keys() == {3}
 
 
 @pytest.mark.parametrize("work", ["save", "forget"])

@@ -60,8 +60,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("begun", ["checkpoints/iter_000001/state.json", "run.json"])
 def test_a_run_that_is_not_to_resume_is_refused_for_what_was_given(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begun: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the command would advise to go on by itself, and be refused again."""
     monkeypatch.chdir(folder)
@@ -69,9 +70,10 @@ def test_a_run_that_is_not_to_resume_is_refused_for_what_was_given(
     settings = ["trainer.resume_mode=disable", f"trainer.default_local_dir={tmp_path}"]
     config = recipe.with_changes(parse_changes(settings, recipe=recipe))
     inputs = check_inputs(config)
-    (config.run_dir / "checkpoints/iter_000001").mkdir(parents=True)
+    (config.run_dir / begun).parent.mkdir(parents=True)
+    (config.run_dir / begun).touch()
     with (
-        pytest.raises(ConfigError, match=r"has checkpoints and trainer.resume_mode is disable: use auto") as refused,
+        pytest.raises(ConfigError, match=r"record or checkpoints and trainer.resume_mode is disable: use") as refused,
         open_run(config, inputs, recipe, StartTimes()),
     ):
         pass
