@@ -4,7 +4,6 @@
 import json
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
@@ -83,19 +82,13 @@ class RunHistory:
     def first_config(self) -> dict[str, Any]:
         """The config of its first start, as long as it is by now. What does not shape the weights may be another since,
         and what it measures with it. Raises as `config`, which it is of a run of older versions."""
-        last, first = self.config(), self.start_configs().get(0)
-        if first is None:
+        last = self.config()
+        try:
+            first: dict[str, Any] = json.loads(self.content("lineage/000000/config.json"))
+        except HistoryError:
             return last
         length = {"total_training_steps": last["trainer"]["total_training_steps"]}
         return first | {"trainer": first["trainer"] | length}
-
-    def start_configs(self) -> dict[int, dict[str, Any]]:
-        """The iteration that a start began after -> its config; of those that have recorded it."""
-        found: dict[int, dict[str, Any]] = {}
-        for start in self.client.list_artifacts(self.run_id, "lineage"):
-            with suppress(HistoryError):
-                found[int(Path(start.path).name)] = json.loads(self.content(f"{start.path}/config.json"))
-        return found
 
     @property
     def trained(self) -> int:

@@ -69,9 +69,11 @@ def comparable_validations(tracker: Tracker) -> dict[int, pd.DataFrame]:
 def _measurements(tracker: Tracker) -> dict[int, Mapping[str, Any]]:
     """The first iteration that was validated in a way -> its fields; without those by which none was, as of a start
     that was ended before. Of a run of an older version all were by its last config."""
-    last = max(tracker.logged_steps, default=-1)
+    if not tracker.logged_steps:
+        return {}
+    last = max(tracker.logged_steps)
     found = {since: fields for since, fields in _recorded(tracker).items() if since <= last}
-    if not found and tracker.logged_steps:
+    if not found:
         with suppress(HistoryError):
             found[0] = flat(RunHistory(tracker.client, tracker.run_id).config())
     return found

@@ -252,7 +252,7 @@ def _begin_records(run: TrainingRun, newest: Future[tuple[RunState, Path] | None
     record_measurement(config, tracker)
     tracker.log_start(config, tags)
     tell_sizes(inputs)
-    if run.is_online and config.reward.guards.statistics and DIVERSITY not in _watched_statistics(config):
+    if run.is_online and config.reward.guards.statistics and DIVERSITY not in run.guards.guards:
         tell("diversity is no guard here: it compares pictures of one prompt, and rollout.val_kwargs.n is 1")
     tell_expectation(run)
     run.resume(run.behind.wait(newest))
