@@ -16,7 +16,8 @@ reading as may be."""
 DetLimitType = Literal["max", "min"]
 """Of which side the detector's input has a limit, in PaddleOCR's words: see `RapidOcr`."""
 LINES_A_PASS = {"cpu": 1, "cuda": 64}
-"""Of pictures that are each taken for a line: on a CPU batches are slower than single pictures."""
+"""Of pictures that are each taken for a line: on a CPU batches are slower than single pictures. On a GPU a pass of
+another number of them than the last one's takes a second, as each convolution is planned anew."""
 
 
 class RapidOcr(Protocol):
@@ -47,7 +48,7 @@ class RapidOcr(Protocol):
     def read_lines(self, pictures: Sequence[np.ndarray]) -> list[str]:
         """What stands in each picture, [h, w, 3] in OpenCV's order and all of one size, taken for one line.
 
-        `LINES_A_PASS` at a time. `find`, for which a reader is not used besides, passes what lines it found six by six.
+        `LINES_A_PASS` at a time, never fewer. `find`, for which a reader is not used besides, passes lines six by six.
         """
 
     def find(self, picture: np.ndarray) -> list[str]:
@@ -82,8 +83,8 @@ class RapidOcrOnnxruntime:
     def read_lines(self, pictures: Sequence[np.ndarray]) -> list[str]:
         """The pictures' texts, each [h, w, 3]; see `RapidOcr`."""
         self.ocr.text_rec.rec_batch_num = self.lines_a_pass
-        lines, _ = self.ocr.text_rec(list(pictures))
-        return [text for text, *_ in lines]
+        lines, _ = self.ocr.text_rec(full_passes(pictures, self.lines_a_pass))
+        return [text for text, *_ in lines[: len(pictures)]]
 
     def find(self, picture: np.ndarray) -> list[str]:
         """The picture's lines, [h, w, 3]; see `RapidOcr`."""
@@ -124,11 +125,17 @@ class RapidOcr3:
         from rapidocr.ch_ppocr_rec import TextRecInput
 
         self.ocr.text_rec.rec_batch_num = self.lines_a_pass
-        return list(self.ocr.text_rec(TextRecInput(img=list(pictures))).txts)
+        passes = full_passes(pictures, self.lines_a_pass)
+        return list(self.ocr.text_rec(TextRecInput(img=passes)).txts[: len(pictures)])
 
     def find(self, picture: np.ndarray) -> list[str]:
         """The picture's lines, [h, w, 3]; see `RapidOcr`."""
         return list(self.ocr(picture, use_cls=False).txts or ())
+
+
+def full_passes(pictures: Sequence[np.ndarray], size: int) -> list[np.ndarray]:
+    """The pictures, and the last one again until they fill passes of `size`."""
+    return [*pictures, *list(pictures[-1:]) * (-len(pictures) % size)]
 
 
 def with_kept_buffers(session: Any) -> Any:

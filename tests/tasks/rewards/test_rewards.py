@@ -389,14 +389,19 @@ def test_ocr_scores_are_one_minus_the_share_of_wrong_characters(ocr):
 
 
 def test_ocr_reads_pictures_together_as_it_does_one_by_one(monkeypatch, ocr):
-    """As it does on a GPU: more of them than a pass takes, in their order."""
+    """As it does on a GPU: more of them than a pass takes, in their order, and every pass of one shape."""
     images = np.stack([picture_of(f"{n:03d}", n) for n in range(0, 1000, 77)])
+    seen, infer = list[tuple[int, ...]](), ocr._reader.ocr.text_rec.session
     prompts = [Wanted("p", "1")] * len(images)
     alone = [ocr(image[None], prompts[:1]).details["text"][0] for image in images]
     assert len(set(alone)) == len(images)
     assert ocr(images, prompts).details["text"] == alone
     monkeypatch.setattr(ocr._reader, "lines_a_pass", 5)
+    monkeypatch.setattr(ocr._reader.ocr.text_rec, "session", lambda lines: seen.append(lines.shape) or infer(lines))
     assert ocr(images, prompts).details["text"] == alone
+    assert ocr(images[:2], prompts[:2]).details["text"] == alone[:2]
+    assert [shape[0] for shape in seen] == [5, 5, 5, 5]
+    assert len(set(seen)) == 1
 
 
 def test_ocr_on_a_gpu_is_refused_where_onnxruntime_has_none():
