@@ -134,7 +134,7 @@ class RapidOcr3:
 
 
 def full_passes(pictures: Sequence[np.ndarray], size: int) -> list[np.ndarray]:
-    """The pictures, and the last one again until they fill passes of `size`."""
+    """The pictures, [h, w, 3] each, and the last one again until they fill passes of `size`."""
     return [*pictures, *list(pictures[-1:]) * (-len(pictures) % size)]
 
 

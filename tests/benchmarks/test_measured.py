@@ -111,6 +111,25 @@ def test_one_gpu_and_its_engines_of_one_call_are_in_their_log() -> None:
     assert f"| {4 * engines['rollout_s']:.2f} | | {4 * engines['update_s']:.2f} |" in "".join(page)
 
 
+def test_one_gpu_and_the_same_work_of_its_engines_are_in_their_log() -> None:
+    """Where the engines make the recipe's own optimiser steps, nothing is counted."""
+    *_, flow, engines = rows_in(MEASURED / "sd35_flow_h200.jsonl")
+    parts = ("gen", "reward", "update_actor", "update_weights", "step")
+    rollout, scores, update, sync, step = (flow[f"timing_s/{part}"] for part in parts)
+    rest = step - rollout - scores - update - sync
+    work = engines["rollout_s"] + engines["update_s"] + engines["sync_s"]
+    speeds, share = (96 / work, 96 / step), work / step
+    assert engines["optimizer_steps"] == 2
+    assert engines["images/s"] == pytest.approx(speeds[0], abs=1e-3)
+    assert share >= 0.97
+    page = (ROOT / "benchmarks" / "RESULTS.md").read_text().splitlines()
+    of_engines = f"| {engines['rollout_s']:.2f} | | {engines['update_s']:.2f} | {engines['sync_s']:.2f} |"
+    assert f"two optimiser steps {of_engines} | {work:.1f} | {speeds[0]:.2f} |".replace(" 0.", " .") in "".join(page)
+    numbers = " | ".join(f"{number:.2f}" for number in (rollout, scores, update, sync, rest, step, speeds[1]))
+    row = f"six rows | {numbers} | **{share:.3f} of the engines'**"
+    assert row.replace(" 0.", " .").replace("*0.", "*.") in "".join(page)
+
+
 @pytest.mark.parametrize(
     ("run", "said"),
     [("4 GPUs", "**4.1 s, 497 pictures a second**"), ("4 H200s, before", "An iteration takes 4.4 s (median)")],
