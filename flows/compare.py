@@ -23,7 +23,7 @@ from tasks.records.headline import run_address
 from tasks.records.history import RunHistory
 from tasks.records.tracking import mlflow_client
 from tasks.report.page import GRID_TITLES, PERCENT, environment, viewer
-from tasks.report.recorded import CONFIDENCE, Recorded, read
+from tasks.report.recorded import CONFIDENCE, Recorded, read, reward_columns
 from tasks.report.sections import cost, differences, policy_charts, reward_charts
 from tasks.run.measured_alike import other_versions
 from tasks.system.files import put_in_place
@@ -88,10 +88,10 @@ def paired(first: Recorded, second: Recorded) -> list[tuple[str, Interval]]:
         return []
     table, reference = (r.held_out[max(r.held_out)] for r in (first, second))
     found = []
-    for name in first.rewards:
-        if name in table and name in reference:
+    for column, label in reward_columns((first, second)).items():
+        if column in table and column in reference:
             with suppress(ComparisonError):  # fewer than two prompts have this reward in both
-                found.append((first.label(name), paired_gain(table, reference, name, CONFIDENCE)))
+                found.append((label, paired_gain(table, reference, column, CONFIDENCE)))
     return found
 
 

@@ -8,6 +8,7 @@ MLflow has that iteration, and till then the run does not go on without them.
 
 import fcntl
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -39,6 +40,8 @@ RAY, KEPT, VALIDATION, COPIES, WORKTREES, LOGS = KINDS = (
 )
 WORKTREE = "doubleflow-"
 DAY = 86_400
+RAY_SESSION = re.compile(r"session_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_\d+_\d+")
+"""What Ray calls the folder of a session: when it began, and the number of the process that began it."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ def _ray_sessions(folder: Path, commands: str) -> Iterator[Path]:
     """Every process of a cluster, and each of its workers, has the session's folder in its command or environment."""
     of_ray = [folder] if folder.name == "ray" else folder.glob("ray*")
     found = [Path(here, name) for one in of_ray for here, inner, _ in os.walk(one) for name in inner]
-    for path in sorted(path for path in found if path.name.startswith("session_")):
+    for path in sorted(path for path in found if RAY_SESSION.fullmatch(path.name)):
         with suppress(FileNotFoundError):  # a cluster that has just ended
             if not path.is_symlink() and _own(path) and path.name not in commands and _quiet(path):
                 yield path

@@ -248,10 +248,10 @@ class KLLoss:
         Args:
             prev_sample_mean: [B, ...], the policy's.
             ref_prev_sample_mean: [B, ...], the reference's, without gradient.
-            std_dev_t: [B, 1, ...], the standard deviation they share.
+            std_dev_t: [B, 1, ...], the standard deviation they share; [B, ...] of a kernel whose noise varies in space.
             sqrt_dt: [B], sqrt(-D).
         """
-        scale = std_dev_t if sqrt_dt is None else std_dev_t / sqrt_dt.reshape(std_dev_t.shape)
+        scale = std_dev_t if sqrt_dt is None else std_dev_t / sqrt_dt.reshape(-1, *[1] * (std_dev_t.ndim - 1))
         kl = mean_drift(prev_sample_mean, ref_prev_sample_mean, scale).mean()
         return kl, {"kl_loss": kl.detach()}
 

@@ -15,6 +15,7 @@ from models.algorithms.losses import (
     mean_drift,
     register_diffusion_loss,
 )
+from models.registry import WrongAnswer
 
 if TYPE_CHECKING:
     from models.config.actor import DiffusionActorConfig
@@ -202,8 +203,14 @@ def weighted_mean(per_sample: Tensor, rollout_is_weights: Tensor | None) -> Tens
 
 
 def _of_each_sample(value: Tensor, like: Tensor) -> Tensor:
-    """A number of each step, given as a scalar, [B] or [B, 1, ...], as [B]."""
-    return torch.as_tensor(value, dtype=like.dtype, device=like.device).flatten().expand_as(like)
+    """A number of each step, given as a scalar, [B] or [B, 1, ...], as [B]. Raises WrongAnswer for more numbers."""
+    numbers = torch.as_tensor(value, dtype=like.dtype, device=like.device)
+    if numbers.numel() not in (1, len(like)):
+        raise WrongAnswer(
+            f"grpo_guard scales a ratio by one deviation a sample, and the kernel gives {tuple(numbers.shape)} for "
+            f"{len(like)} of them: choose another loss_mode, or a kernel whose noise does not vary in space"
+        )
+    return numbers.flatten().expand_as(like)
 
 
 def ratio_metrics(ratio: Tensor, log_ratio: Tensor, clip_ratio: float) -> dict[str, Tensor]:

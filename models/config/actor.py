@@ -283,6 +283,10 @@ class ForwardProcessConfig(Section):
             )
         return self
 
+    def share_of(self, levels: int) -> int:
+        """`timestep_fraction` of so many levels, rounded down, and one at the least."""
+        return max(int(levels * self.timestep_fraction + 1e-9), 1)  # .58 of 50 is 28.999999999999996
+
     def levels_per_sample(self, num_inference_steps: int) -> int:
         """Noise levels of each sample in an update, for a schedule of that many steps.
 
@@ -291,7 +295,7 @@ class ForwardProcessConfig(Section):
         """
         if self.timestep_sampling == "logit_normal":
             return self.num_train_timesteps or 1
-        there = max(int(num_inference_steps * self.timestep_fraction), 1)
+        there = self.share_of(num_inference_steps)
         if (self.num_train_timesteps or 0) > there:
             raise ValueError(
                 f"algorithm.num_train_timesteps is {self.num_train_timesteps}, but timestep_fraction "

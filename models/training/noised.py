@@ -130,7 +130,7 @@ def _levels(keys: list[NoiseKey], count: int, schedule: Tensor, config: "Forward
         # k t / (1 + (k-1) t) is a step of log k between the logits.
         shift = math.log(config.logit_normal_shift)
         return torch.stack([(torch.randn(count, generator=generator) + shift).sigmoid() for generator in drawn])
-    candidates = schedule[: max(int((len(schedule) - 1) * config.timestep_fraction), 1)].float()
+    candidates = schedule[: config.share_of(len(schedule) - 1)].float()
     if config.timestep_sampling == "stratified":
         parts = candidates.tensor_split(count)
         picked = [[part[torch.randint(len(part), (1,), generator=g)] for part in parts] for g in drawn]

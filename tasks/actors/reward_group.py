@@ -213,6 +213,7 @@ class RewardGroup:
         rewards = trained_reward(scores, self.config.functions, uids)
         samples["reward"] = np.where(finite, rewards, np.float32(np.nan))
         parts: Iterable[pd.DataFrame] = [samples, *(table for table, _ in collected.values())]
+        _check_apart(list(collected.values()))
         joined = pd.concat([*parts, _statistics(get(list(pending.statistics)), uids, finite)], axis=1)
         return Scores(joined, self.weights(), {name: busy for name, (_, busy) in collected.items()})
 
@@ -256,6 +257,16 @@ def finite_samples(samples: pd.DataFrame) -> np.ndarray:
 def not_finite(samples: pd.DataFrame) -> float:
     """How many of these rows are of samples that are not finite: a metric `rollout/not_finite`."""
     return float((~finite_samples(samples)).sum())
+
+
+def _check_apart(collected: Sequence[tuple[pd.DataFrame, float]]) -> None:
+    """Raise RewardError where a column is two rewards', as `reward/text` may be a detail's and a reward's."""
+    names = [column for table, _ in collected for column in table.columns]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise RewardError(
+            f"{twice} would be the column of two rewards: give the detail, or one of the rewards, another name"
+        )
 
 
 def _statistics(measured: Sequence[PictureStatistics], uids: np.ndarray, finite: np.ndarray) -> pd.DataFrame:

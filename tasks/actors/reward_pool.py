@@ -34,6 +34,8 @@ from tasks.rewards import (
 )
 from tasks.rewards.base import one_kind_of_lists
 
+MEASURED = "measured"
+"""Of the column that says which samples were, where a share of them is."""
 ENDS_SECONDS = 30.0
 """For a worker to be started again and to say how the process before it ended."""
 
@@ -120,11 +122,13 @@ class RewardPool:
             RewardError: they differ in it.
         """
         try:
-            found = [self._answer(call, seconds) for call in self._versions]
+            found = []
+            for call in self._versions:
+                found.append(self._answer(call, seconds))
         except (RayTaskError, RayActorError) as error:
             if isinstance(error, DoubleflowError):
                 raise
-            reason = self._reasons([(self._versions[0], error)], loads=True)[0]
+            reason = self._reasons([(self._versions[len(found)], error)], loads=True)[0]
             raise RewardFailure(f"reward {self.name!r} could not be loaded: {reason}") from error
         self._known, *others = found
         for other in others:
@@ -220,12 +224,25 @@ class RewardPool:
         for (number, call, _), reason in zip(failed, reasons, strict=True):
             answers[number] = replace(answers[number], details={"error": [reason] * call.size})
         cause = failed[0][2] if failed else None
+        self._check_columns(answers)
         table = answers_table(self.name, answers)
         self._check_missing(table, max_missing_fraction, cause)
         if len(table) < samples:
             measured = [call.start + i for call in calls for i in range(call.size)]
-            table = with_unmeasured(table, measured, samples, f"{self.name}/measured")
+            table = with_unmeasured(table, measured, samples, f"{self.name}/{MEASURED}")
         return table, sum(answer.seconds for answer in answers)
+
+    def _check_columns(self, answers: Sequence[RewardResult]) -> None:
+        """Raise RewardError for a detail in whose column something else stands."""
+        taken = {MEASURED: "which samples were measured"}
+        if self.name == "reward":  # as in reward/<name>
+            taken["reward"] = "the score"
+        for detail, what in taken.items():
+            if any(detail in answer.details for answer in answers):
+                raise RewardError(
+                    f"reward {self.name!r}: its detail {detail!r} stands in the column {self.name}/{detail}, which "
+                    f"says {what}: give the detail another name"
+                )
 
     def _reasons(self, failed: Sequence[tuple[PendingCall, Exception]], *, loads: bool = False) -> list[str]:
         """What each of these calls failed of. Of those whose process ended the next one is asked how it did."""

@@ -315,6 +315,19 @@ def check_number_formats(config: RunSections) -> None:
         )
 
 
+def check_whole_weights_format(config: RunSections) -> None:
+    """Frozen weights that are whole on each rank are outside of what FSDP casts."""
+    policy = config.actor_rollout_ref
+    sharding, dtype = policy.actor.fsdp_config, policy.model.dtype
+    whole = policy.model.trains_lora and not sharding.shard_frozen and not policy.actor.shards_all_in_fp32
+    if whole and sharding.param_dtype not in (None, dtype):
+        raise ValueError(
+            f"actor_rollout_ref.actor.fsdp_config.param_dtype is {sharding.param_dtype} and shard_frozen is false, so "
+            f"that frozen weights stay in actor_rollout_ref.model.dtype {dtype}: leave param_dtype out, set it to "
+            f"{dtype}, or set shard_frozen to true"
+        )
+
+
 CHECKS: tuple[Callable[[RunSections], None], ...] = (
     check_secrets,
     check_group_size,
@@ -338,4 +351,5 @@ CHECKS: tuple[Callable[[RunSections], None], ...] = (
     check_rewards_place,
     check_rewriting,
     check_number_formats,
+    check_whole_weights_format,
 )

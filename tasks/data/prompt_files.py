@@ -39,6 +39,8 @@ HIDDEN = {
 """What no one can have meant in a prompt, by name. Marks that scripts and emoji need, such as U+200D, are none."""
 _HIDDEN = re.compile("|".join(f"({pattern})" for pattern in HIDDEN.values()))
 _SURROGATE = re.compile("[\ud800-\udfff]")
+PANDAS_INDEX = re.compile(r"__index_level_\d+__")
+"""What pandas calls a table's row labels in a parquet file, where they are others than 0, 1, 2."""
 
 
 class DatasetError(DoubleflowError, ValueError):
@@ -67,11 +69,12 @@ def raw_rows(path: Path) -> list[dict[str, Any]]:
 def read_parquet(path: Path) -> list[dict[str, Any]]:
     """The rows of a parquet file as plain Python values.
 
-    Pages that have a checksum are compared with it. Raises DatasetError when the file is none, is damaged, holds what
-    Python has no value for, or names a column twice.
+    Pages that have a checksum are compared with it. pandas' row labels are left out. Raises DatasetError when the file
+    is none, is damaged, holds what Python has no value for, or names a column twice.
     """
     try:
         table = pq.read_table(path, partitioning=None, page_checksum_verification=True)
+        table = table.drop_columns([name for name in table.column_names if PANDAS_INDEX.fullmatch(name)])
         rows = table.to_pylist()
     except (pa.ArrowException, OSError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
         raise DatasetError(f"{path} is not a readable parquet file: {_one_line(error)}; write it anew") from error

@@ -28,14 +28,14 @@ def read_raw_file(raw: RawFile | str) -> list[PromptRow]:
     entry = raw if isinstance(raw, RawFile) else RawFile.model_construct(file=raw)
     path = Path(entry.file)
     read = _read_saved(path) if path.is_dir() else _numbered(raw_rows(path), path.as_posix())
-    rows = [checked_row(_plain_row(row, source, entry), source) for source, row in read]
+    rows = [checked_row(_plain_row(row, source, entry, split), source) for source, split, row in read]
     if not rows:
         raise DatasetError(f"{path} is empty; it must hold at least one prompt")
     return rows
 
 
-def _plain_row(raw: dict[str, Any], source: str, entry: RawFile) -> dict[str, Any]:
-    """A row with the keys of docs/data.md."""
+def _plain_row(raw: dict[str, Any], source: str, entry: RawFile, saved_as: str | None) -> dict[str, Any]:
+    """A row with the keys of docs/data.md; `saved_as` is the split whose folder it lay in."""
     row = dict(raw) if entry.columns is None else _renamed(raw, entry.columns, source)
     row["prompt"] = _said(row.get("prompt"), "prompt", source, row)
     if row.get("negative_prompt") is not None:
@@ -46,7 +46,7 @@ def _plain_row(raw: dict[str, Any], source: str, entry: RawFile) -> dict[str, An
     if "target" not in row and isinstance(truth, str | int) and not isinstance(truth, bool):
         row["target"] = str(truth)
     if row.get("split") is None:
-        row["split"] = entry.split or _split_inside(row, source)
+        row["split"] = saved_as or entry.split or _split_inside(row, source)
     if entry.hidden == "remove":
         texts = {key: row[key] for key in ("prompt", "target", "negative_prompt") if isinstance(row.get(key), str)}
         row |= {key: without_hidden(text) for key, text in texts.items()}
@@ -109,15 +109,17 @@ def _below(row: Mapping[str, Any], section: str, key: str) -> Any:
     return inner.get(key) if isinstance(inner, Mapping) else None
 
 
-def _numbered(rows: Sequence[dict[str, Any]], name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    return ((f"{name}:{number}", row) for number, row in enumerate(rows, 1))
+def _numbered(
+    rows: Sequence[dict[str, Any]], name: str, split: str | None = None
+) -> Iterator[tuple[str, str | None, dict[str, Any]]]:
+    return ((f"{name}:{number}", split, row) for number, row in enumerate(rows, 1))
 
 
 # ---- Hugging Face's `datasets`, saved
 
 
-def _read_saved(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("folder:row", row) of a folder that `save_to_disk` wrote; of several splits each row has its own."""
+def _read_saved(folder: Path, split: str | None = None) -> Iterator[tuple[str, str | None, dict[str, Any]]]:
+    """("folder:row", split, row) of a folder that `save_to_disk` wrote; of several splits each row has its own."""
     if (folder / PARTS).is_file():
         names = _json(folder / PARTS).get("splits")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -129,7 +131,7 @@ def _read_saved(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 f"one, {folder.as_posix()}/{odd[0]:.60} for example, each with its `split`"
             )
         for name in names:
-            yield from ((source, {"split": name} | row) for source, row in _read_saved(folder / name))
+            yield from _read_saved(folder / name, name)
         return
     if not (folder / STATE).is_file():
         raise DatasetError(f"{folder} is a folder without {STATE}: give a file, or what `save_to_disk` has written")
@@ -140,7 +142,7 @@ def _read_saved(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if not isinstance(files, list) or not all(_is_file_beside(entry) for entry in files):
         raise DatasetError(f"{folder / STATE} has no list of the folder's Arrow files; save the data set again")
     rows = [row for entry in files for row in _read_arrow(folder / entry["filename"])]
-    yield from _numbered(rows, folder.as_posix())
+    yield from _numbered(rows, folder.as_posix(), split)
 
 
 def _is_file_beside(entry: Any) -> bool:

@@ -2,7 +2,7 @@
 """What a page needs of one run, read from its record in MLflow."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,22 +69,10 @@ class Recorded:
         return {name: 0.0 if functions[name].get("guard") else share for name, share in shares.items()}
 
     @property
-    def rewards(self) -> list[str]:
-        """Columns of the trained reward and of every reward by itself; one that is the trained reward is named once."""
-        return ["reward", *(f"reward/{name}" for name in self.weights if name != self.only_trained)]
-
-    @property
     def only_trained(self) -> str | None:
         """The reward that by itself, with weight 1, is the trained one; None where several are, or it is weighted."""
         trained = [name for name, weight in self.weights.items() if weight]
         return trained[0] if len(trained) == 1 and self.weights[trained[0]] == 1 else None
-
-    def label(self, column: str) -> str:
-        """A reward's column in words."""
-        name = column.removeprefix("reward/")
-        if column == "reward":
-            return "reward" if self.only_trained is None else f"reward ({self.only_trained})"
-        return f"{name} (guard)" if self.weights.get(name) == 0 else name
 
     def bands(self, kind: str, column: str) -> tuple[dict[int, float], Band]:
         """Means over prompts of a reward's column and their intervals, of "held_out" or "sampled", for some steps."""
@@ -100,6 +88,23 @@ class Recorded:
             prompts = table.groupby("uid")[column].mean().dropna().to_numpy(float)
             self.intervals[key] = mean_interval(prompts, CONFIDENCE, RESAMPLES) if len(prompts) > 1 else None
         return self.intervals[key]
+
+
+def reward_columns(runs: Sequence[Recorded]) -> dict[str, str]:
+    """Columns of the trained reward and of every reward by itself, each in words, for a page of these runs; one that
+    is the trained reward of all of them is named once."""
+    alone = {recorded.only_trained for recorded in runs}
+    trained = alone.pop() if len(alone) == 1 else None
+    weights: dict[str, list[float]] = {}
+    for recorded in runs:
+        for name, weight in recorded.weights.items():
+            weights.setdefault(name, []).append(weight)
+    apart = {
+        f"reward/{name}": name if any(of_runs) else f"{name} (guard)"
+        for name, of_runs in weights.items()
+        if name != trained
+    }
+    return {"reward": "reward" if trained is None else f"reward ({trained})"} | apart
 
 
 def read(history: RunHistory, grids: Iterable[str] = ("validation",)) -> Recorded:

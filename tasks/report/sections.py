@@ -17,7 +17,7 @@ from tasks.records.metrics import BEHIND, INSIDE
 from tasks.records.model_registry import REGRESSION
 from tasks.records.tracking import STEP_MARK, as_parameters
 from tasks.report.charts import Chart, Series, finite, line_chart, number, sparkline
-from tasks.report.recorded import CONFIDENCE, RESAMPLES, Recorded
+from tasks.report.recorded import CONFIDENCE, RESAMPLES, Recorded, reward_columns
 from tasks.system.late_mlflow import mlflow_tags
 
 HELD_OUT = "val/reward/mean"
@@ -167,16 +167,17 @@ def where_time_went(recorded: Recorded) -> list[dict[str, Any]]:
 
 def reward_charts(runs: Sequence[Recorded], size: tuple[int, int] = SIZE) -> Iterator[Chart]:
     """Held-out and training rewards with bands over prompts: of one run both in a chart, of several each its own."""
-    columns = dict.fromkeys(column for recorded in runs for column in recorded.rewards)
+    columns = reward_columns(runs)
     if len(runs) == 1:
-        for column in columns:
+        for column, label in columns.items():
             lines = [_reward_line(runs[0], kind, column, word, n) for n, (kind, word) in enumerate(WORDS.items())]
-            yield from _drawn(runs[0].label(column), lines, size)
+            yield from _drawn(label, lines, size)
         return
     for kind, word in WORDS.items():
-        for column in columns:
-            lines = [_reward_line(r, kind, column, r.name, n) for n, r in enumerate(runs) if column in r.rewards]
-            yield from _drawn(f"{word} {runs[0].label(column)}", lines, size)
+        for column, label in columns.items():
+            there = [(n, r) for n, r in enumerate(runs) if column == "reward" or column[len("reward/") :] in r.weights]
+            lines = [_reward_line(r, kind, column, r.name, n) for n, r in there]
+            yield from _drawn(f"{word} {label}", lines, size)
 
 
 def policy_charts(runs: Sequence[Recorded]) -> Iterator[Chart]:

@@ -83,6 +83,15 @@ class Reward(ABC):
         return None
 
     @classmethod
+    def input_with(cls, options: Mapping[str, Any]) -> Input:
+        """What `score` is given with these options: what `wants` says, unless a class says otherwise here.
+
+        Args:
+            options: what the config gives; defaults are not among them.
+        """
+        return cls.wants
+
+    @classmethod
     def core_seconds(cls, options: Mapping[str, Any], pixels: int) -> float | None:
         """Seconds of a CPU core for one picture, as measured; None where that is not known.
 
@@ -303,7 +312,9 @@ def get_reward(name: str, **options: Any) -> Reward:
 def reward_input(name: str, **options: Any) -> Input:
     """What the reward wants, without loading it. Raises what `get_reward` raises."""
     found = check_reward(name, **options)
-    default: Input = "video" if inspect.isfunction(found) and is_per_sample(found) else "images"
+    if isinstance(found, type):
+        return found.input_with(options)
+    default: Input = "video" if is_per_sample(found) else "images"
     return getattr(found, "wants", default)
 
 

@@ -127,13 +127,16 @@ class ChatReward(Reward):
         messages: list = [{"role": "user", "content": content}]
         response = await self._client.chat.completions.create(messages=messages, **self.sampling)  # type: ignore[call-overload]
         choices = getattr(response, "choices", None)
-        if not choices or not choices[0].message.content:
-            raise UnusableAnswer("the answer is empty")
-        if choices[0].finish_reason == "length":
+        message = getattr(choices[0], "message", None) if choices else None  # none of what a filter has held back
+        said, ended = getattr(message, "content", None), choices[0].finish_reason if choices else None
+        if not isinstance(said, str) or not said:
+            why = f" (finish_reason {ended!r:.60})" if ended not in (None, "stop") else ""
+            raise UnusableAnswer(f"the answer is empty{why}" if not said else "the answer is no text")
+        if ended == "length":
             raise UnusableAnswer(f"the answer was cut off at max_tokens {self.sampling['max_tokens']}")
-        if len(choices[0].message.content) > READ:
-            raise UnusableAnswer(f"the answer has {len(choices[0].message.content)} characters, more than {READ}")
-        return choices[0].message.content
+        if len(said) > READ:
+            raise UnusableAnswer(f"the answer has {len(said)} characters, more than {READ}")
+        return said
 
     def _read_key(self, variable: str | None) -> str | None:
         if variable is None:

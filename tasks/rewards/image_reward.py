@@ -13,6 +13,8 @@ from tasks.rewards.scored_prompt import ScoredPrompt
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
 """Of the published head over its training set."""
+TOKENS = 35
+"""Of a prompt; what comes after them the published head never saw."""
 
 
 @register_reward("image_reward")
@@ -42,6 +44,7 @@ class ImageReward(PretrainedReward):
             mean, std: of the head's values over its training set.
         """
         super().__init__(model=model, **options)
+        self.version += f" tokens={TOKENS}"  # there were as many as BLIP takes
         self._head, self._mean, self._std = self.load_head(head, self.model.config.text_config.hidden_size), mean, std
 
     def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
@@ -49,7 +52,7 @@ class ImageReward(PretrainedReward):
         import torch
 
         seen = self.model.vision_model(self.pixels(images)).last_hidden_state
-        inputs, rows = self.tokens(prompts)
+        inputs, rows = self.tokens(prompts, TOKENS)
         read = self.model.text_encoder(
             **{name: values[rows] for name, values in inputs.items()},
             encoder_hidden_states=seen,

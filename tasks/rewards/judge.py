@@ -124,7 +124,7 @@ class Judge(ChatReward):
                 async with gate:
                     text = await self.answer(image, self.question(prompt))
                 return self.verdict(text, prompt), None
-            except (UnusableAnswer, json.JSONDecodeError, openai.APIResponseValidationError) as error:
+            except (UnusableAnswer, json.JSONDecodeError, UnicodeError, openai.APIResponseValidationError) as error:
                 reason = self.in_words(error)
             except openai.OpenAIError as error:
                 return Verdict(math.nan, ""), self.in_words(error)

@@ -3,6 +3,7 @@
 
 import hashlib
 import inspect
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -130,13 +131,16 @@ class PretrainedReward(Reward):
         values = self.processor(images=list(images), return_tensors="pt")["pixel_values"]
         return values.to(self.device, next(self.model.parameters()).dtype)
 
-    def tokens(self, prompts: Sequence[ScoredPrompt]) -> tuple[dict[str, "Tensor"], list[int]]:
+    def tokens(
+        self, prompts: Sequence[ScoredPrompt], longest: int | None = None
+    ) -> tuple[dict[str, "Tensor"], list[int]]:
         """(input_ids and attention_mask [P, L] of the P different prompts, which of them each sample has).
 
-        A prompt that is too long for the model is cut off, as these models were trained.
+        A prompt that is too long for the model, or has more than `longest` tokens, is cut off, as these models were
+        trained.
         """
         texts = list(dict.fromkeys(prompt.prompt for prompt in prompts))
-        limit = self.model.config.text_config.max_position_embeddings
+        limit = min(self.model.config.text_config.max_position_embeddings, longest or math.inf)
         found = self.processor(text=texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
         inputs = {name: found[name].to(self.device) for name in ("input_ids", "attention_mask")}
         return inputs, [texts.index(prompt.prompt) for prompt in prompts]

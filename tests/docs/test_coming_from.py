@@ -30,9 +30,10 @@ def default(path: str) -> Any:
     return value
 
 
-def test_every_field_of_flow_grpo_and_diffusionnft_that_has_a_rule_has_a_row() -> None:
+def test_every_field_of_flow_grpo_and_diffusionnft_has_a_rule_and_a_row() -> None:
     named = {name for there, *_ in rows("Fields of both") for name in re.findall(r"`([\w.]+)`", there)}
     assert sorted(RULES.keys() - named) == []
+    assert named - RULES.keys() == {"gpu_number", "n_gpus"}  # which a script says, read as `gpus`
 
 
 @pytest.mark.parametrize("heading", ["Fields of both", "Its fields"])

@@ -96,6 +96,12 @@ def judge_server() -> Iterator[Judging]:
                 return self.send(200, answer(grades, "length"))
             if word == "empty":
                 return self.send(200, answer(None))
+            if word == "filtered":
+                return self.send(200, {**answer(None), "choices": [{"index": 0, "finish_reason": "content_filter"}]})
+            if word == "parts":
+                return self.send(200, answer([{"type": "text", "text": grades}]))
+            if word == "no UTF-8":
+                return self.send_raw(200, json.dumps(answer("?")).encode().replace(b"?", b"\xff"))
             if word.startswith("says "):
                 return self.send(200, answer(word.removeprefix("says ")))
             return self.send(200, answer(grades))

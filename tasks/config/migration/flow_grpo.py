@@ -72,6 +72,7 @@ NUMBERS: dict[str, Number] = {
     "eval_freq": Number(1),
     **{f"sample.{field}": Number(1) for field in ("num_steps", "train_batch_size", "num_batches_per_epoch")},
     "sample.num_image_per_prompt": Number(1),
+    "sample.sde_window_size": Number(0),
     "train.batch_size": Number(1),
     "train.gradient_accumulation_steps": Number(1),
     **{f"train.{field}": Number(0, whole=False) for field in ("beta", "timestep_fraction", "adam_beta1", "adam_beta2")},
@@ -160,9 +161,18 @@ def _fraction(path: str, value: Any, given: Given) -> Outcome:
     trained = int(steps * value)
     if _is_nft(given):
         return Taken({"algorithm.num_train_timesteps": trained}, "noise levels of each sample, drawn")
+    if given.get("sample.sde_window_size"):
+        return Elsewhere("the steps of the window, all of them, are trained on here")
     if trained >= steps - 1:
         return Elsewhere("all steps but the last, as here")
     return Taken({f"{KERNEL}.sde_window_range": [0, trained]}, "noise is added in the steps that are trained on alone")
+
+
+def _window(path: str, value: Any, given: Given) -> Outcome:
+    """A size of 0 is no window."""
+    if not given.get("sample.sde_window_size"):
+        return Elsewhere("noise is added in every step")
+    return Taken({f"{KERNEL}.{path.removeprefix('sample.')}": value})
 
 
 def _noise(path: str, value: Any, given: Given) -> Outcome:
@@ -211,6 +221,7 @@ def _rewards(path: str, value: Any, given: Given) -> Outcome:
 PREPARED = Elsewhere("a data set of prompts by its name, data.name (docs/data.md)")
 OWN_FOLDER = Elsewhere("a run's folder is in trainer.default_local_dir, and goes on there")
 NOTHING = Elsewhere("nothing here reads it")
+ONE_RANGE = Elsewhere(f"one range for both sides: {LOSS}.clip_ratio")
 
 RULES: dict[str, Rule] = {
     "gpus": _gpus,
@@ -235,6 +246,8 @@ RULES: dict[str, Rule] = {
     "pretrained.model": _model,
     "pretrained.revision": Elsewhere("a folder has none"),
     "use_lora": _lora,
+    "activation_checkpointing": renamed(f"{ACTOR}.fsdp_config.gradient_checkpointing"),
+    "fsdp_optimizer_offload": renamed(f"{ACTOR}.fsdp_config.optimizer_offload"),
     "resolution": renamed(f"{PIPELINE}.height", f"{PIPELINE}.width"),
     "per_prompt_stat_tracking": only(
         True,
@@ -247,7 +260,11 @@ RULES: dict[str, Rule] = {
     "sample.num_steps": renamed(f"{PIPELINE}.num_inference_steps"),
     "sample.eval_num_steps": renamed(f"{ROLLOUT}.val_kwargs.pipeline.num_inference_steps"),
     "sample.guidance_scale": renamed(f"{PIPELINE}.guidance_scale"),
+    "sample.eval_guidance_scale": renamed(f"{ROLLOUT}.val_kwargs.pipeline.guidance_scale"),
     "sample.num_image_per_prompt": renamed(f"{ROLLOUT}.n"),
+    "sample.same_latent": renamed(f"{KERNEL}.init_same_noise"),
+    "sample.sde_window_size": _window,
+    "sample.sde_window_range": _window,
     "sample.train_batch_size": _prompts,
     "sample.num_batches_per_epoch": Elsewhere("see sample.train_batch_size"),
     "sample.batch_size": Elsewhere("sample.train_batch_size counts"),
@@ -277,6 +294,9 @@ RULES: dict[str, Rule] = {
     "train.cfg": Elsewhere("the update is guided as the rollout is, by rollout.pipeline.guidance_scale"),
     "train.adv_clip_max": renamed(f"{LOSS}.adv_clip_max"),
     "train.clip_range": renamed(f"{LOSS}.clip_ratio"),
+    "train.clip_range_lt": ONE_RANGE,
+    "train.clip_range_gt": ONE_RANGE,
+    "train.timestep_shift": Elsewhere("of BAGEL, which is not here"),
     "train.adv_mode": _table({"all": "continuous"} | {mode: mode for mode in MODES}, "algorithm.adv_mode"),
     "train.timestep_fraction": _fraction,
     "train.beta": _kl,

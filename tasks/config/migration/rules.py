@@ -161,7 +161,9 @@ def _schedule(path: str, value: Any, given: Given) -> Outcome:
             return Elsewhere("the schedule is constant, which does not read it")
         return Taken({path: "constant_with_warmup"}, "by transformers' name") if warm else Taken({path: name})
     if name != "cosine":
-        return Elsewhere("a schedule of transformers by its name: docs/training.md")
+        return (
+            Taken({path: name}) if path == f"{optim}.lr_scheduler_type" else Elsewhere("it is of the schedule cosine")
+        )
     arguments = {"num_cycles": given.get(f"{optim}.num_cycles"), "min_lr_rate": floor or None}
     kwargs = {argument: number for argument, number in arguments.items() if number is not None}
     settings = {f"{optim}.lr_scheduler_type": "cosine_with_min_lr" if floor else name}

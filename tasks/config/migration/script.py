@@ -14,6 +14,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import yaml
@@ -81,11 +82,15 @@ def read_overrides(text: str, source: str = "the script") -> list[Override]:
     one of the same path where it stands.
 
     Raises:
-        ConfigError: there is none, or a line with one cannot be read.
+        ConfigError: there is none, a line with one cannot be read, or they are several runs'.
     """
-    found: dict[str, Override] = {}
+    found, runs = dict[str, Override](), list[list[str]]()
     for command, in_array in commands(text, source):
         found |= {override.path: override for override in _overrides(command, start=0 if in_array else None)}
+        if not in_array and _starts_run(command) and command not in runs:
+            runs.append(command)
+    if len(runs) > 1:
+        raise ConfigError(f"{source} starts {len(runs)} runs, whose overrides would be mixed: give one of them")
     if not found:
         raise ConfigError(
             f"{source} holds no override of the form section.field=value: give a script that starts a run"
@@ -106,6 +111,13 @@ def commands(text: str, source: str) -> Iterator[tuple[list[str], bool]]:
         for command in [words] if in_array else _commands(words):
             if in_array or not _assigns(command, variables):
                 yield command, in_array
+
+
+def _starts_run(words: list[str]) -> bool:
+    """Does it give a module of the reference's overrides?"""
+    return any(OVERRIDE.match(word) for word in words) and any(
+        before == "-m" and THEIRS.match(word) for before, word in pairwise(words)
+    )
 
 
 def _commands(words: list[str]) -> Iterator[list[str]]:

@@ -513,6 +513,7 @@ def made_up(project: Path, temporary: Path) -> tuple[list[Path], list[Path]]:
     gone.wait()
     dead = [filled(temporary / f"ray/session_2026-01-01_00-00-00_1_{gone.pid}")]
     kept = [filled(temporary / f"ray/session_2026-01-01_00-00-00_2_{os.getpid()}")]
+    kept.append(filled(temporary / f"raytracing/project/session_{gone.pid}"))  # somebody's own
     for number, (name, age) in enumerate((("old", 20), ("busy", 20), ("new", 1))):
         folders = [filled(runs / name / kind) for kind in ("stages", "validation")]
         kept += [filled(runs / name / "checkpoints")]
@@ -563,7 +564,7 @@ def test_prune_looks_while_runs_and_clusters_come_and_go(here: Path, monkeypatch
     def come_and_go() -> None:
         while not over.is_set():
             for number in range(8):
-                filled(here / f"temporary/ray-{number}/session_2026_{number}/logs")
+                filled(here / f"temporary/ray-{number}/session_2026-01-01_00-00-00_{number}_1/logs")
                 filled(here / f"runs/busy/folder-{number}/.partial")
                 shutil.rmtree(here / f"temporary/ray-{number}")
                 shutil.rmtree(here / f"runs/busy/folder-{number}")

@@ -197,6 +197,13 @@ def test_grpo_guard_equals_the_formula_sample_by_sample() -> None:
         assert GRPOGuardLoss.compute_loss(**one, config=CONFIG)[0].item() == pytest.approx(expected[row], rel=1e-12)
 
 
+def test_grpo_guard_takes_one_deviation_a_sample() -> None:
+    given = old_and_new()
+    given["std_dev_t"] = given["std_dev_t"].expand_as(given["prev_sample_mean"])
+    with pytest.raises(WrongAnswer, match=r"one deviation a sample, and the kernel gives \(40, .* choose another loss"):
+        GRPOGuardLoss.compute_loss(**given, config=CONFIG)
+
+
 @pytest.mark.parametrize("name", ["sde", "dance_sde"])
 @pytest.mark.parametrize("levels", [(0.95, 0.9), (0.6, 0.5), (0.2, 0.1)])
 def test_grpo_guards_ratio_has_one_mean_and_one_scale_at_every_level(name: str, levels: tuple[float, float]) -> None:
@@ -315,6 +322,8 @@ def test_kl_of_flow_grpo_is_the_public_formula() -> None:
     means = {"prev_sample_mean": mean, "ref_prev_sample_mean": reference_mean}
     std = g * sqrt_dt.view(3, 1, 1, 1)
     public, metrics = KLLoss.compute_loss(**means, std_dev_t=std, sqrt_dt=sqrt_dt)
+    in_full, _ = KLLoss.compute_loss(**means, std_dev_t=std.expand_as(mean), sqrt_dt=sqrt_dt)
+    assert in_full.item() == pytest.approx(public.item(), rel=1e-12)
     expected = (((mean - reference_mean) ** 2).mean(dim=(1, 2, 3), keepdim=True) / (2 * g**2)).mean()
     assert public.item() == pytest.approx(expected.item(), rel=1e-12)
     assert metrics["kl_loss"].item() == public.item()

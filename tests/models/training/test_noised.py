@@ -283,3 +283,8 @@ def test_stratified_asks_into_how_many_parts() -> None:
         ForwardProcessConfig(timestep_sampling="stratified")
     with pytest.raises(ValueError, match=r"num_train_timesteps is 6, but timestep_fraction 1\.0 of 5 steps leaves 5"):
         noise(samples_of(1, 1), timestep_sampling="stratified", num_train_timesteps=6)
+
+
+def test_a_share_of_the_levels_is_not_rounded_down_by_a_bit() -> None:
+    config = ForwardProcessConfig(timestep_fraction=0.58)
+    assert [config.levels_per_sample(steps) for steps in (1, 2, 49, 50)] == [1, 1, 28, 29]

@@ -253,6 +253,28 @@ def test_a_reward_that_cannot_be_loaded_says_so(
     assert len((tmp_path / "calls").read_text()) == tries
 
 
+def test_of_two_workers_the_one_that_died_is_asked_of_what(cluster: None, tmp_path: Path) -> None:
+    settings = config(SecondDies={"options": {"folder": str(tmp_path)}, "num_workers": 2, "retries": 1})
+    group = RewardGroup(settings)
+    with pytest.raises(RewardFailure, match=r"could not be loaded: its worker died .*CUDA out of memory"):
+        group.versions()
+
+
+@pytest.mark.parametrize(
+    ("label", "detail", "what"),
+    [
+        ("reward", "reward", "its detail 'reward' stands in the column reward/reward, which says the score"),
+        ("bright", "measured", "its detail 'measured' .* which says which samples were measured"),
+        ("reward", "bright", "reward/bright would be the column of two rewards"),
+    ],
+)
+def test_a_detail_does_not_stand_in_for_a_score(cluster: None, label: str, detail: str, what: str) -> None:
+    entry = {"reward": f"{MODULE}:with_a_detail", "options": {"detail": detail}}
+    settings = config(**{"bright": {"reward": f"{MODULE}:brightness"}} | {label: entry})
+    with pytest.raises(RewardError, match=what):
+        scored(settings)
+
+
 def test_a_reward_that_hangs_while_it_loads_again_ends_the_run_whatever_may_be_missing(
     cluster: None, tmp_path: Path
 ) -> None:

@@ -68,6 +68,17 @@ def ocr():
     config.train.beta = 0.04
     return config
 
+def fast():
+    config = ocr()
+    config.sample.sde_window_size = 2
+    config.sample.sde_window_range = (0, 5)
+    config.sample.eval_guidance_scale = 4.5
+    config.sample.same_latent = True
+    config.activation_checkpointing = True
+    config.fsdp_optimizer_offload = True
+    config.train.clip_range_lt = 1e-5
+    return config
+
 def nft():
     n_gpus = 8
     config = common(n_gpus, {"pickscore": 1.0, "mine": 0.5})
@@ -122,6 +133,18 @@ def test_a_config_becomes_a_recipe(file: Path) -> None:
     assert (config.trainer.n_gpus_per_node, rollout.num_actors, rollout.placement) == (8, 8, "colocated")
     assert config.reward.functions["ocr"].options["detect"] is True
     assert config.actor_rollout_ref.model.dtype == "bfloat16"
+
+
+def test_a_window_and_what_is_beside_it(file: Path) -> None:
+    one = made(file, "fast")
+    assert (one.problem, one.count("unknown")) == (None, 0)
+    policy = TrainConfig.model_validate(one.config).actor_rollout_ref
+    algo, sharding = policy.rollout.algo, policy.actor.fsdp_config
+    assert (algo.sde_window_size, algo.sde_window_range, algo.init_same_noise) == (2, (0, 5), True)
+    assert policy.rollout.val_kwargs.pipeline.guidance_scale == 4.5
+    assert (sharding.gradient_checkpointing, sharding.optimizer_offload) == (True, True)
+    texts = {line.override.path: line.text for line in one.lines}
+    assert "one range for both sides" in texts["train.clip_range_lt"]
 
 
 def test_the_processes_of_the_command_are_the_gpus(file: Path) -> None:
@@ -179,9 +202,9 @@ def test_a_file_of_lines_alone_is_a_configuration(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_said(file: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has 3 configurations: give one as .*grpo.py:NAME, of ocr, nft, endless"):
+    with pytest.raises(ConfigError, match=r"has 4 configurations: give one as .*py:NAME, of ocr, fast, nft, endless"):
         read_config(file, None)
-    with pytest.raises(ConfigError, match=r"has no function other: give one of ocr, nft, endless"):
+    with pytest.raises(ConfigError, match=r"has no function other: give one of ocr, fast, nft, endless"):
         read_config(file, "other")
     with pytest.raises(ConfigError, match=r"grpo.py, line \d+: more than 10000 statements"):
         read_config(file, "endless")

@@ -135,6 +135,15 @@ def test_what_cannot_be_read_is_said() -> None:
         read_overrides("echo hello\n")
 
 
+def test_a_script_of_two_runs_is_refused() -> None:
+    """Their overrides would be mixed; a run that stands there twice, as in both branches of an if, is one."""
+    run = "python3 -m verl_omni.trainer.main_diffusion a.b={}"
+    with pytest.raises(ConfigError, match="the script starts 2 runs, whose overrides would be mixed: give one of them"):
+        read_overrides(f"{run.format(1)} a.c=2\n{run.format(2)}\n")
+    again = f"if [ -z $X ]; then {run.format(1)}; else {run.format(1)}; fi\n"
+    assert read_overrides(f"python3 -m verl_omni.utils.download --to data\n{again}")[-1] == Override("a.b", 1)
+
+
 def test_every_override_has_a_line_and_the_recipe_is_valid() -> None:
     one = made()
     assert one.problem is None
@@ -221,6 +230,7 @@ def test_a_schedule_of_theirs_is_one_of_transformers() -> None:
         (cosine.replace("0.1", "0.0"), "cosine", {"num_cycles": 0.5}),
         (f"{optim}.lr_scheduler_type=constant\n{optim}.lr_warmup_steps=3", "constant_with_warmup", None),
         (f"{optim}.lr_scheduler_type=constant\n{optim}.min_lr_ratio=0.1", "constant", None),
+        (f"{optim}.lr_scheduler_type=linear\n{optim}.num_cycles=0.5", "linear", None),
     ):
         one = made(f"{script}\ndata.train_batch_size=256\nactor_rollout_ref.rollout.n=16")
         settings = one.config["actor_rollout_ref"]["actor"]["optim"]
@@ -391,7 +401,7 @@ def test_what_is_added_to_a_variable_is_of_the_command_too() -> None:
     EXTRA+=" a.c=3 a.d=$((2 * 2))"
     export EXTRA+=' a.e=5'
     NEW+="a.f=6"
-    python -m verl_omni.trainer.main $EXTRA $NEW
+    echo $EXTRA $NEW
     EXTRA=
     python -m verl_omni.trainer.main a.g=7 $EXTRA
     """

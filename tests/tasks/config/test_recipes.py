@@ -27,7 +27,7 @@ from tasks.config.named_values import named_values
 from tasks.config.overrides import set_fields
 from tasks.config.params import PrepareParams
 from tasks.config.presets import PRESETS
-from tasks.config.recipes import load_config, load_recipe, parse_changes
+from tasks.config.recipes import changed_recipe, load_config, load_recipe, parse_changes
 from tasks.config.sweep import SweepConfig
 from tasks.config.tree import NO_OVERRIDES, TrainConfig, TrainOverrides
 from tasks.rewards import get_reward
@@ -519,3 +519,14 @@ def test_a_recipe_of_real_size_becomes_one_for_shared_gpus(recipe: str, machine:
     assert changed.trainer.seed == 7
     assert config.gpus_needed() == 8
     assert config.with_changes(TrainOverrides.model_validate_json(file.read_text())).digest() == config.digest()
+
+
+@pytest.mark.parametrize("name", ["sd35-ocr-flow-grpo", "qwen-image-ocr-flow-grpo-lora"])
+def test_whole_frozen_weights_stay_in_the_models_own_format(name: str) -> None:
+    """FSDP casts what it has, so that the first product would be of two formats."""
+    sharding = "actor_rollout_ref.actor.fsdp_config"
+    said = "param_dtype is bfloat16 and shard_frozen is false, .* leave param_dtype out, set it to float32, or set"
+    with pytest.raises(ConfigError, match=said):
+        changed_recipe(name, ["actor_rollout_ref.model.dtype=float32"])
+    for change in (f"{sharding}.shard_frozen=true", f"{sharding}.param_dtype=float32"):
+        changed_recipe(name, ["actor_rollout_ref.model.dtype=float32", change])

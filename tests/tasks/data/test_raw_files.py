@@ -2,6 +2,7 @@
 """Raw files as the field has them: chats in parquet, lists with quoted text, folders that `datasets` saved."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -172,12 +173,25 @@ def test_a_saved_folder_is_read_with_its_columns_renamed(tmp_path: Path) -> None
         table(raw(folder))
 
 
+def test_row_labels_of_pandas_are_no_content(tmp_path: Path) -> None:
+    """A prompt that stands there twice with the same content is one."""
+    rows = pd.DataFrame({"prompt": ["b", "a", "a"], "tag": ["y", "x", "x"]}).sort_values("prompt")
+    rows.to_parquet(tmp_path / "p.parquet")
+    found = table(str(tmp_path / "p.parquet"))
+    assert (found["prompt"].tolist(), set(found["metadata"])) == (["a", "b"], {'{"tag": "x"}', '{"tag": "y"}'})
+
+
 def test_a_saved_folder_of_splits_brings_them_along(tmp_path: Path) -> None:
     folder = tmp_path / "both"
     for split in ("train", "test"):
         saved(folder / split, [{"prompt": f"a {split}ing cup"}])
     (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
     assert table(raw(folder))["split"].tolist() == ["train", "test"]
+    for split in ("train", "test"):
+        shutil.rmtree(folder / split)
+        saved(folder / split, [{"caption": f"a {split}ing cup", "split": None}])
+    assert table(raw(folder, columns={"caption": "prompt"}))["split"].tolist() == ["train", "test"]
+    assert table(raw(folder, columns={"caption": "prompt", "split": "split"}))["split"].tolist() == ["train", "test"]
     (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "validation"]}))
     with pytest.raises(DatasetError, match=r"both has a split 'validation', .* name its folders one by one"):
         table(raw(folder))

@@ -24,7 +24,7 @@ from tasks.report.charts import Series, line_chart, number, spread, thinned, tic
 from tasks.report.page import render
 from tasks.report.recorded import FRAMES, Recorded, by_prompt, read
 from tasks.report.samples import extremes
-from tasks.report.sections import HELD_OUT, cost, pace, where_time_went
+from tasks.report.sections import HELD_OUT, cost, pace, reward_charts, where_time_went
 from tasks.report.thumbnails import SAMPLE_BYTES, of_sample, thumbnail
 from tasks.run import reporting
 from tasks.run.measuring import Verdict, metrics
@@ -233,7 +233,29 @@ def test_two_runs_stand_side_by_side(recorded: Recorded) -> None:
         "not measured alike, which these differences have in them, too: reward.functions.ocr.weight."
         in Page(render_both(other, twice)).text
     )
+    assert [label for label, _ in paired(other, twice)] == ["reward", "ocr", "jpeg_compressibility (guard)"]
     assert "no held-out pictures in common" in Page(render_both(other, replace(other, held_out=elsewhere))).text
+
+
+def test_a_reward_is_compared_with_itself() -> None:
+    """One run trains OCR alone and the other its sum with compressibility, so that the trained rewards are two."""
+    alone = in_memory(total=8, every=4)
+    functions = alone.config["reward"]["functions"]
+    both = functions | {"jpeg_compressibility": functions["jpeg_compressibility"] | {"guard": False, "weight": 1.0}}
+    better = {
+        step: table.assign(**{"reward": table["reward"] + 0.4, "reward/ocr": table["reward/ocr"] - 0.1})
+        for step, table in alone.held_out.items()
+    }
+    config = alone.config | {"reward": alone.config["reward"] | {"functions": both}}
+    summed = replace(alone, config=config, held_out=better)
+    for one, other, sign in ((summed, alone, 1), (alone, summed, -1)):
+        found = dict(paired(one, other))
+        assert [*found] == ["reward", "ocr", "jpeg_compressibility"]
+        assert found["reward"].mean == pytest.approx(0.4 * sign)
+        assert found["ocr"].mean == pytest.approx(-0.1 * sign)
+        drawn = {chart.title: chart for chart in reward_charts((one, other))}
+        assert "held-out reward" in drawn
+        assert len(drawn["held-out ocr"].legend) == 2
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from tasks.data.prompts import Prompt
-from tasks.rewards import Reward, RewardError, check_reward, get_reward
+from tasks.rewards import Reward, RewardError, check_reward, get_reward, image_reward
 from tests.support.tiny_judges import LETTERS, SMALL, save_clip, save_qwen2_vl
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (4, 20, 30, 3), dtype=np.uint8)
@@ -126,6 +126,11 @@ def test_image_reward_is_a_head_on_blips_grounded_text(blip: Path, tmp_path: Pat
     assert found == pytest.approx((expected - 0.5) / 0.25, abs=1e-3)
     # The prompt matters, and so does the picture.
     reward = get_reward("image_reward", model=str(blip), head=head)
+    assert " tokens=35 " in reward.version
+    with pytest.MonkeyPatch.context() as patch:  # of more tokens than these the published head saw none
+        patch.setattr(image_reward, "TOKENS", 3)
+        same = [Prompt("uid", f"a {word}", None, {}, "") for word in ("red fox", "red dog")]
+        assert reward(IMAGES[:1], same[:1]).scores == reward(IMAGES[:1], same[1:]).scores
     assert abs(reward(IMAGES[:1], PROMPTS[:1]).scores - reward(IMAGES[:1], PROMPTS[1:2]).scores) > 1e-4
     assert abs(reward(IMAGES[:1], PROMPTS[:1]).scores - reward(IMAGES[1:2], PROMPTS[:1]).scores) > 1e-4
 
