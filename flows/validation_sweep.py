@@ -15,6 +15,7 @@ from prefect.events import emit_event
 from prefect.states import Completed, State
 
 from tasks.actors.rollout_group import RolloutGroup
+from tasks.config.errors import ConfigError
 from tasks.config.measurement import Measurement
 from tasks.config.overrides import NoChange
 from tasks.config.tree import NO_OVERRIDES, Recipe, TrainConfig, TrainOverrides
@@ -33,7 +34,7 @@ from tasks.run.flow_run_names import name_model
 from tasks.run.iteration_prompts import have_encoded
 from tasks.run.measuring import Cell, Verdict, cells, for_measuring, labelled, measurement_digest, metrics
 from tasks.run.opening import MeasuringRun, apply_overrides, open_measurement
-from tasks.run.preflight import check_inputs
+from tasks.run.preflight import Inputs, check_inputs, check_weights
 from tasks.stages.validation import Validation, draw_and_score
 from tasks.system.late_mlflow import ModelVersion
 from tasks.system.stopwatch import Stopwatch
@@ -54,7 +55,8 @@ def validation_sweep(
     `champion` moves to a version that is significantly better than the champion so far (the base model, where there
     is none), unless the guards of the run that trained it flagged it. A version that is significantly worse than
     either is tagged and sends the event `doubleflow.regression`; this flow run then ends as Regression, with a sentence
-    for each. A sweep that was killed goes on with what is left.
+    for each. One whose files are no weights of the recipe's model, as of a LoRA of another rank or scale, is left out
+    with a sentence. A sweep that was killed goes on with what is left.
 
     Args:
         config: the recipe; its experiment_name is the registered model.
@@ -69,19 +71,27 @@ def validation_sweep(
         mlflow_client(config.tracking), config.tracking.experiment, measurement_digest(config, inputs, measurement)
     )
     name = config.trainer.experiment_name
-    pending = [version for version in measurable_versions(measured.client, name) if measured.of(version) is None]
+    pending = [
+        version
+        for version in measurable_versions(measured.client, name)
+        if not measured.leaves_out(version) and measured.of(version) is None
+    ]
     if not pending:
         return Completed(message=f"every version of {name} is measured")
     drawn = list(cells(config, inputs, measurement))
     with open_measurement(config, inputs, f"validation-sweep-{name}") as run:
         measured = measured.asked_by(run.tracker.client)  # which waits for a server that is away
-        sweep = Sweep(config, drawn, measurement, measured, run)
+        sweep = Sweep(config, inputs, drawn, measurement, measured, run)
         if measured.run(BASE) is None:
             sweep.measure(None)
-        regressions = [text for version in pending if (text := sweep.measure(version))]
+        regressions, unfit = sweep.measure_all(pending)
     if regressions:
-        return Completed(name=FOUND_WORSE, message="; ".join(regressions))
-    return Completed(message=f"measured {len(pending)} versions of {name}")
+        return Completed(name=FOUND_WORSE, message="; ".join([*regressions, *unfit]))
+    return Completed(message="; ".join([f"measured {len(pending) - len(unfit)} versions of {name}", *unfit]))
+
+
+class Unfit(ConfigError):
+    """A version's files are no weights of the recipe's model."""
 
 
 class Sweep:
@@ -90,13 +100,30 @@ class Sweep:
     def __init__(
         self,
         config: TrainConfig,
+        inputs: Inputs,
         drawn: Sequence[Cell],
         measurement: Measurement,
         measured: Measurements,
         run: MeasuringRun,
     ):
-        self.config, self.cells, self.measurement, self.measured = config, drawn, measurement, measured
-        self.run = run
+        self.config, self.inputs, self.cells = config, inputs, drawn
+        self.measurement, self.measured, self.run = measurement, measured, run
+
+    def measure_all(self, versions: Sequence[ModelVersion]) -> tuple[list[str], list[str]]:
+        """What is wrong with those that got worse, and why others do not fit the recipe: these are left out from now
+        on, so that one that was trained with other settings does not keep those behind it from being measured."""
+        regressions, unfit = list[str](), list[str]()
+        for version in versions:
+            try:
+                text = self.measure(version)
+            except Unfit as error:
+                said = f"{version.name} version {version.version} is not measured: {error}"
+                get_run_logger().warning(said)
+                self.measured.leave_out(version, str(error))
+                unfit.append(said)
+            else:
+                regressions += [text] if text else []
+        return regressions, unfit
 
     def measure(self, version: ModelVersion | None) -> str | None:
         """Draw, log and judge one version (None: the base model); says what is wrong with a version that got worse.
@@ -111,11 +138,12 @@ class Sweep:
                 results = [(cell, self._draw(clock, rollout, cell)) for cell in self.cells]
             table = pd.concat([labelled(cell, result) for cell, result in results], ignore_index=True)
             step = 0 if version is None else int(version.tags[ITERATION])
-            verdict = Verdict(None, None) if version is None else self._compare(table, version)
+            best = None if version is None else self._best_but(version)
+            verdict = Verdict(None, None) if version is None else self._compare(table, best)
             pictures = {f"{cell.label}/seed_{cell.seed}".replace("/", "-"): result.sheet for cell, result in results}
             tracker.log_step(step, metrics(table, verdict, self.cells[0].guided_by), pictures)
             tracker.log_table(table, TABLE)
-            return None if version is None else self._judge(version, verdict, tracker)
+            return None if version is None else self._judge(version, verdict, best, tracker)
 
     @contextmanager
     def _holding(self, version: ModelVersion | None, tracker: Tracker) -> Iterator[RolloutGroup]:
@@ -124,6 +152,10 @@ class Sweep:
             yield self.run.rollout
             return
         with self.measured.exported(tracker, version, self.config.trainer.default_local_dir) as folder:
+            try:
+                check_weights(self.inputs.model_config, folder)
+            except ConfigError as error:
+                raise Unfit(str(error)) from error
             self.run.rollout.load_exported(folder)
             yield self.run.rollout
 
@@ -133,18 +165,23 @@ class Sweep:
         have_encoded(clock, rollout, cell.prompts, pipeline)
         return draw_and_score(clock, rollout, self.run.reward, cell.prompts, self.measurement.n, pipeline, cell.seed)
 
-    def _compare(self, table: pd.DataFrame, version: ModelVersion) -> Verdict:
+    def _best_but(self, version: ModelVersion) -> ModelVersion | None:
         champion = self.measured.champion(version.name)
+        return None if champion is None or champion.version == version.version else champion
+
+    def _compare(self, table: pd.DataFrame, best: ModelVersion | None) -> Verdict:
         tables = {"base": self.measured.table(BASE), "best": None}
-        if champion is not None and champion.version != version.version:
-            tables["best"] = self.measured.table(f"{champion.name}/{champion.version}")
+        if best is not None:
+            tables["best"] = self.measured.table(f"{best.name}/{best.version}")
         gains = {
             name: None if other is None else paired_gain(table, other, "reward", self.measurement.confidence)
             for name, other in tables.items()
         }
         return Verdict(**gains)
 
-    def _judge(self, version: ModelVersion, verdict: Verdict, tracker: Tracker) -> str | None:
+    def _judge(
+        self, version: ModelVersion, verdict: Verdict, best: ModelVersion | None, tracker: Tracker
+    ) -> str | None:
         if verdict.better:
             doubt = promote(self.measured.client, version)
             told = "is the new champion" if doubt is None else f"is better and not made the champion: {doubt}"
@@ -153,8 +190,8 @@ class Sweep:
             return None
         text = f"{version.name} version {version.version} is worse than {verdict.worse}"
         get_run_logger().warning(text)
-        against = self.measured.champion(version.name)
-        subject = BASE if against is None else f"{against.name}/{against.version}"
+        is_below_best = best is not None and verdict.best is not None and verdict.best.high < 0
+        subject = f"{best.name}/{best.version}" if best is not None and is_below_best else BASE
         tag_regression(self.measured.client, REGRESSION, text, version, tracker.run_id)
         emit_event(
             REGRESSION,

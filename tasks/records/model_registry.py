@@ -23,6 +23,8 @@ ITERATION = "doubleflow.iteration"
 HELD_OUT_TAG = "doubleflow.held_out_reward"
 LAYOUT = "diffusers"
 TABLE = "measurement.parquet"
+LEFT_OUT = "doubleflow.left_out"
+"""Of a version that a measurement of some settings, whose digest it names first, cannot be made of; and why not."""
 REGRESSION = "doubleflow.regression"
 """Name of the event that automations react to, and of the tag on the run and the version."""
 
@@ -117,11 +119,22 @@ def _log_output(tracker: Tracker, model: LoggedModel, iteration: int) -> None:
     tracker.patience.once(logged, lambda asked: asked.log_outputs(run_id, [output]))
 
 
-def tag_versions(tracker: Tracker, name: str, first: int, tag: str, text: str) -> None:
-    """Tag the versions that a run has registered since an iteration, that one included."""
+def doubt_versions(tracker: Tracker, name: str, first: int, text: str) -> str | None:
+    """Say of the versions that a run has registered since an iteration, that one included, that its guards flagged it.
+
+    Returns:
+        the one among them that was the champion, and is so no more; None where none was.
+    """
+    flagged = list[str]()
     for version in tracker.client.search_model_versions(f"name = '{name}' AND run_id = '{tracker.run_id}'"):
         if int(version.tags.get(ITERATION, -1)) >= first:
-            tracker.client.set_model_version_tag(name, version.version, tag, text)
+            tracker.client.set_model_version_tag(name, version.version, HACKING_TAG, text)
+            flagged.append(str(version.version))
+    best = champion(tracker.client, name)
+    if best is None or str(best.version) not in flagged:
+        return None
+    tracker.client.delete_registered_model_alias(name, CHAMPION)
+    return str(best.version)
 
 
 def measurable_versions(client: MlflowClient, name: str) -> list[ModelVersion]:
@@ -202,6 +215,14 @@ class Measurements:
     def of(self, version: ModelVersion) -> str | None:
         """Id of the finished run that measured this version."""
         return self.run(f"{version.name}/{version.version}")
+
+    def leave_out(self, version: ModelVersion, why: str) -> None:
+        """Note on a version that it cannot be measured so."""
+        self.client.set_model_version_tag(version.name, version.version, LEFT_OUT, f"{self.digest}: {why}")
+
+    def leaves_out(self, version: ModelVersion) -> bool:
+        """Was it found that the version cannot be measured so?"""
+        return str(version.tags.get(LEFT_OUT, "")).startswith(f"{self.digest}: ")
 
     def champion(self, name: str) -> ModelVersion | None:
         """See `champion`."""

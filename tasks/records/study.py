@@ -27,7 +27,8 @@ def open_study(search: SweepConfig, folder: Path) -> optuna.Study:
 
     Its sampler draws on: by `search.seed` alone it would draw the first points again in a study that has them.
     """
-    median = optuna.pruners.MedianPruner(n_startup_trials=search.startup_trials, n_warmup_steps=search.warmup_steps)
+    warmup = max(search.warmup_steps, 1)  # at iteration 0 the base model is measured: that is no trial's merit
+    median = optuna.pruners.MedianPruner(n_startup_trials=search.startup_trials, n_warmup_steps=warmup)
     study = optuna.create_study(
         storage=f"sqlite:///{folder / 'optuna.db'}",
         study_name=search.name,

@@ -11,7 +11,7 @@ from models.errors import DoubleflowError
 from tasks.config.tree import TrainConfig
 from tasks.records.flow_page import page_logger
 from tasks.records.guards import COLLAPSE_TAG, FLOOR_TAG, HACKING_TAG, FloorWatch, GuardWatch
-from tasks.records.model_registry import tag_versions
+from tasks.records.model_registry import doubt_versions
 from tasks.records.tracking import Tracker
 
 LAST_GOOD = "last_good"
@@ -59,7 +59,10 @@ def watch_guards(
     now = guards.sentence()
     if now is not None and guards.flagged - before:
         tracker.tag(HACKING_TAG, now)
-        tag_versions(tracker, config.trainer.experiment_name, guards.doubtful_from, HACKING_TAG, now)
+        name = config.trainer.experiment_name
+        former = doubt_versions(tracker, name, guards.doubtful_from, now)
+        if former is not None:
+            page_logger().warning("version %s of %s was the champion, and is so no more", former, name)
         page_logger().warning("this may be reward hacking: %s; look at the pictures", now)
     return found
 

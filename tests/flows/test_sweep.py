@@ -246,6 +246,7 @@ def test_the_median_pruner_stops_the_worse_half(tmp_path: Path) -> None:
 
     study = run_some(search, tmp_path, objective)
     assert [trial.state == TrialState.PRUNED for trial in study.trials] == [False] * 3 + [True] * 9
+    assert {trial.last_step for trial in study.trials[3:]} == {1}, "at iteration 0 the base model is measured"
     assert prepare_trials(study, search) == 0, "what was pruned is done, and not tried again"
 
 

@@ -195,6 +195,26 @@ def test_a_batch_that_takes_too_long_is_an_error_and_the_engine_goes_on(engine: 
     assert math.isfinite(engine.generate(request)[1].log_probs.mean())
 
 
+def test_a_batch_is_given_up_also_where_the_engine_hangs(
+    engine: VllmOmniRolloutEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its clean-up asks the engine, too, which does not answer until the batch has ended."""
+    request, ask = rollout_request(negative_length=4), engine._engine.collective_rpc
+
+    async def hangs(method: str, *arguments: Any, **named: Any) -> Any:
+        if method == "drop_prompts":
+            await asyncio.sleep(3600)
+        return await ask(method, *arguments, **named)
+
+    patience, engine.settings = engine.settings, engine.settings.model_copy(update={"request_timeout_s": 1e-3})
+    monkeypatch.setattr(engine._engine, "collective_rpc", hangs)
+    with pytest.raises(RolloutEngineError, match=r"request_timeout_s, 0.001 s"):
+        engine.generate(request)
+    monkeypatch.undo()
+    engine.settings = patience
+    assert math.isfinite(engine.generate(request)[1].log_probs.mean())
+
+
 def test_a_method_that_the_worker_lacks(engine: VllmOmniRolloutEngine) -> None:
     """collective_rpc itself does not raise."""
     with pytest.raises(RolloutEngineError, match="no_such_method"):

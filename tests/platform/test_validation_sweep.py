@@ -8,7 +8,7 @@ import pytest
 from mlflow import MlflowClient
 
 from tasks.config.tracking import TrackingConfig
-from tasks.records.model_registry import register
+from tasks.records.model_registry import LEFT_OUT, register
 from tasks.records.tracking import Tracker
 from tests.platform.test_opening import SWEEP
 from tests.support.lost_answers import lost_answers
@@ -28,11 +28,18 @@ def test_answers_that_are_lost_meanwhile_are_asked_for_again(
         client = MlflowClient(f"http://127.0.0.1:{port}")
         monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)  # which goes before the config, and others set
         trained = Tracker(TrackingConfig(uri=client.tracking_uri), "trained")
+        other = workspace.folder / "other"
+        other.mkdir()
+        (other / "pytorch_lora_weights.safetensors").write_bytes(b"a LoRA's, which another config trained")
+        register(trained, name, other, 5, {})
         register(trained, name, workspace.folder / "data/base_model", 10, {})
         workspace.environment.update(ray_head.joined | {"MLFLOW_TRACKING_URI": lossy.address})
         output = workspace.run("-c", SWEEP)
-        (measured,) = client.search_runs([trained.experiment_id], f"tags.`doubleflow.subject` = '{name}/1'")
-    assert measured.info.status == "FINISHED"
+        (measured,) = client.search_runs([trained.experiment_id], f"tags.`doubleflow.subject` = '{name}/2'")
+        left_out = client.get_model_version(name, "1").tags[LEFT_OUT]
+    assert measured.info.status == "FINISHED", output[-2000:]
+    assert left_out.partition(": ")[0] == measured.data.tags["doubleflow.measurement"]
+    assert "weights is" in left_out
     assert measured.data.metrics["gain/base/mean"] == 0, output[-2000:]
     kinds = {Path(path.partition("?")[0]).suffix or "champion" for path in lossy.lost}
     assert kinds == {".safetensors", ".parquet", "champion"}

@@ -99,7 +99,7 @@ class VllmOmniRolloutEngine:
         # Read by vLLM-Omni, which leaves its own there for child processes to inherit: two workers of one driver would
         # then want one port. A process id is one worker's, and these numbers the system does not give away meanwhile.
         os.environ["MASTER_PORT"] = str(FIRST_PORT + os.getpid() % PORTS)
-        self._numbers, self._asleep = itertools.count(1), False
+        self._numbers, self._asleep, self._given_up = itertools.count(1), False, 0
         self._lora: Any = None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="vllm-omni", daemon=True).start()
@@ -145,7 +145,8 @@ class VllmOmniRolloutEngine:
         request.check_window(self.model_config.algo.noise_level)
         if self._asleep:
             raise RolloutEngineError("the engine is asleep: wake it before it samples")
-        table = table_digest(request.prompts)
+        # One that was given up drops its table when the engine answers again.
+        table = f"{table_digest(request.prompts)}-{self._given_up}"
         await self._order("put_prompts", table, request.prompts)
         try:
             async with asyncio.TaskGroup() as group:
@@ -269,9 +270,12 @@ class VllmOmniRolloutEngine:
     def _wait(self, work: Coroutine[Any, Any, T], timeout: float | None = 0) -> T:
         """The result of a coroutine on the engine's loop; a timeout of 0 is the settings'."""
         limit = self.settings.request_timeout_s if timeout == 0 else timeout
+        running = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, limit), self._loop).result()
+            return running.result(limit)
         except TimeoutError as error:
+            running.cancel()  # its clean-up waits for the engine, which may hang: nobody waits for that
+            self._given_up += 1
             raise RolloutEngineError(f"vLLM-Omni did not answer within request_timeout_s, {limit:g} s") from error
         except (RolloutEngineError, WeightSyncError, ValueError):
             raise

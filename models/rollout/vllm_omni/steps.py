@@ -69,7 +69,7 @@ class StepExecution:
         for number, state in enumerate(states):
             if SAMPLE in state.extra:
                 sample = state.extra[SAMPLE]
-                together[sample.table, sample.pipeline].append((sample.place, number))
+                together[sample.table, sample.pipeline, sample.record_unconditional].append((sample.place, number))
         for group in together.values():
             numbers = [number for _, number in sorted(group)]
             guided, unconditional = self._velocities([states[number] for number in numbers])
@@ -85,7 +85,8 @@ class StepExecution:
         sample, device = states[0].extra[SAMPLE], self.sampler.device
         index = torch.tensor([state.extra[SAMPLE].row for state in states], device=device)
         table, config = self.table_of(sample), ways[0].model_config
-        velocity = velocity_field(self.sampler.adapter, self.sampler.module, config, table, index)
+        one_pass = not sample.record_unconditional  # as in `models.rollout.sampling.Sampler.sample`
+        velocity = velocity_field(self.sampler.adapter, self.sampler.module, config, table, index, one_pass=one_pass)
         latents = torch.cat([way.latents for way in ways])
         return velocity(latents, torch.stack([way.timesteps[way.step] for way in ways]).to(device))
 

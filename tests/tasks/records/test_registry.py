@@ -16,7 +16,7 @@ from tasks.config.tracking import TrackingConfig
 from tasks.config.trainer import TrainerConfig
 from tasks.config.tree import TrainConfig
 from tasks.records.guards import HACKING_TAG, Guard, GuardWatch
-from tasks.records.model_registry import HELD_OUT_TAG, Measurements, champion, promote, register, tag_versions
+from tasks.records.model_registry import HELD_OUT_TAG, Measurements, champion, doubt_versions, promote, register
 from tasks.records.notes import Weights
 from tasks.records.tracking import Tracker
 from tasks.run.watching import watch_guards
@@ -134,14 +134,25 @@ def test_files_that_are_there_are_not_copied(tracker: Tracker, weights: Path, tm
 def test_a_version_that_guards_flagged_is_not_made_the_champion(tracker: Tracker, weights: Path) -> None:
     """The tag comes with the verdict, when versions that are in doubt are there already: it is read again."""
     good, doubtful, another = (register(tracker, "tiny", weights, iteration, {}) for iteration in (10, 11, 30))
-    tag_versions(tracker, "tiny", 11, HACKING_TAG, "the held-out reward rises while taste falls")
+    assert doubt_versions(tracker, "tiny", 11, "the held-out reward rises while taste falls") is None
     assert promote(tracker.client, good) is None
     for version in (doubtful, another):
         assert promote(tracker.client, version) == "the held-out reward rises while taste falls"
     best = champion(tracker.client, "tiny")
     assert best is not None
     assert best.version == good.version
-    tag_versions(tracker, "nobody", 0, HACKING_TAG, "a run that has registered nothing has nothing to tag")
+    assert doubt_versions(tracker, "nobody", 0, "a run that has registered nothing has nothing to tag") is None
+
+
+def test_a_champion_that_guards_flag_later_is_so_no_more(tracker: Tracker, weights: Path) -> None:
+    """A flag takes two validations, and a sweep may have come in between."""
+    good, doubtful = (register(tracker, "tiny", weights, iteration, {}) for iteration in (10, 11))
+    promote(tracker.client, good)
+    assert doubt_versions(tracker, "tiny", 11, "taste falls") is None
+    assert champion(tracker.client, "tiny") is not None
+    tracker.client.set_registered_model_alias("tiny", "champion", doubtful.version)
+    assert doubt_versions(tracker, "tiny", 11, "taste falls") == str(doubtful.version)
+    assert champion(tracker.client, "tiny") is None
 
 
 def test_a_champion_of_other_means_is_not_replaced_unseen(tracker: Tracker, weights: Path) -> None:
