@@ -18,7 +18,7 @@ from tasks.actors.rollout_group import RolloutGroup
 from tasks.config.errors import ConfigError
 from tasks.config.measurement import Measurement
 from tasks.config.overrides import NoChange
-from tasks.config.tree import NO_OVERRIDES, Recipe, TrainConfig, TrainOverrides
+from tasks.config.tree import NO_OVERRIDES, Recipe, TrainOverrides
 from tasks.records.comparison import paired_gain
 from tasks.records.model_registry import (
     ITERATION,
@@ -81,7 +81,7 @@ def validation_sweep(
     drawn = list(cells(config, inputs, measurement))
     with open_measurement(config, inputs, f"validation-sweep-{name}") as run:
         measured = measured.asked_by(run.tracker.client)  # which waits for a server that is away
-        sweep = Sweep(config, inputs, drawn, measurement, measured, run)
+        sweep = Sweep(inputs, drawn, measurement, measured, run)
         if measured.run(BASE) is None:
             sweep.measure(None)
         regressions, unfit = sweep.measure_all(pending)
@@ -99,14 +99,13 @@ class Sweep:
 
     def __init__(
         self,
-        config: TrainConfig,
         inputs: Inputs,
         drawn: Sequence[Cell],
         measurement: Measurement,
         measured: Measurements,
         run: MeasuringRun,
     ):
-        self.config, self.inputs, self.cells = config, inputs, drawn
+        self.config, self.inputs, self.cells = inputs.config, inputs, drawn
         self.measurement, self.measured, self.run = measurement, measured, run
 
     def measure_all(self, versions: Sequence[ModelVersion]) -> tuple[list[str], list[str]]:

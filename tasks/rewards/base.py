@@ -195,8 +195,7 @@ class Reward(ABC):
     def _check_metrics(self, details: Mapping[str, Sequence[Any]]) -> None:
         """Known at the first scores: MLflow would say so of a whole iteration."""
         for name in details:
-            path = f"details/{name}/mean"
-            if DETAIL.fullmatch(name) and posixpath.normpath(path) == path:
+            if can_be_metric(name):
                 continue
             if any(_kind(value) == "number" for value in details[name]):
                 raise RewardError(
@@ -208,6 +207,12 @@ class Reward(ABC):
     def _loop(self) -> asyncio.Runner:
         """One event loop for the reward's life, so that its connections outlive a batch."""
         return asyncio.Runner()
+
+
+def can_be_metric(detail: str) -> bool:
+    """Does MLflow take a metric of this detail? It asks for a path without empty or dotted parts."""
+    path = f"details/{detail}/mean"
+    return DETAIL.fullmatch(detail) is not None and posixpath.normpath(path) == path
 
 
 def one_kind(values: Iterable[Any]) -> list:

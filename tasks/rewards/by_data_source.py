@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reward that leaves each sample to the one that its prompt's `data_source` names."""
 
-import posixpath
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from tasks.rewards.base import (
-    DETAIL,
     Input,
     Reward,
     RewardResult,
     ScoredPrompt,
     asks_reward_model,
+    can_be_metric,
     check_reward,
     get_reward,
     register_reward,
@@ -143,9 +142,7 @@ def _named(sources: Any) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def _names_a_metric(source: str) -> bool:
-    detail = f"score_{source}"
-    is_path = posixpath.normpath(f"details/{detail}/mean") == f"details/{detail}/mean"
-    return 0 < len(source) <= LONGEST_SOURCE and ":" not in source and is_path and DETAIL.fullmatch(detail) is not None
+    return 0 < len(source) <= LONGEST_SOURCE and ":" not in source and can_be_metric(f"score_{source}")
 
 
 def _bytes(dtype: str) -> int:
