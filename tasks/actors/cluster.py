@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from ray.exceptions import AuthenticationError
 
 from models.errors import no_room_for
 from models.runtime import compile_cache, determinism
+from tasks.actors import late_daemons
 from tasks.actors.daemons import begun_daemons, needed_daemons
 from tasks.actors.late_daemons import daemon_lives, waited_for
 from tasks.actors.ray_address import ClusterError, require_listener
@@ -154,7 +156,7 @@ def ray_cluster(
         with _own_daemons_ended() as before:
             # Of Ctrl-C Ray sees to that itself.
             kept = kept_from_below(signal.SIGHUP)
-            with _own_handler_of_sigterm(), kept, waited_for(), set_up_at_once() if forks else nullcontext():
+            with _own_handler_of_sigterm(), kept, waited_for(before), set_up_at_once() if forks else nullcontext():
                 _connect(config, address, place, before)
             with needed_daemons(before):
                 yield forks
@@ -183,7 +185,8 @@ class LateStart(ClusterError):
 
 
 def _connect(config: RayConfig, address: str | None, place: Mapping[str, Any], before: set[psutil.Process]) -> None:
-    """Join the cluster at the address, or start one: once more where its daemon gave up, as on a host that was busy.
+    """Join the cluster at the address, or start one: again where its daemon gave up, as on a host that was busy, until
+    `late_daemons.LATEST_SECONDS` are over.
 
     Args:
         before: this process's children that are not of that cluster, to which daemons are added that are no more.
@@ -192,15 +195,16 @@ def _connect(config: RayConfig, address: str | None, place: Mapping[str, Any], b
         ClusterError: there is none.
         OSError: Ray's disk is full.
     """
-    try:
-        _start_or_join(config, address, place)
-    except LateStart as late:
-        if daemon_lives(before):  # it has had all of its time
-            raise
-        log.warning("Ray's daemon waited in vain for a program of its own, and is started again: %s", late.__cause__)
-        _end_daemons(before)
-        before.update(begun_daemons(before))
-        _start_or_join(config, address, place)
+    latest = time.monotonic() + late_daemons.LATEST_SECONDS
+    while True:
+        try:
+            return _start_or_join(config, address, place)
+        except LateStart as late:
+            if daemon_lives(before) or time.monotonic() > latest:  # it has had all of its time
+                raise
+            log.warning("Ray's daemon waited in vain for its own programs, and is started again: %s", late.__cause__)
+            _end_daemons(before)
+            before.update(begun_daemons(before))
 
 
 def _start_or_join(config: RayConfig, address: str | None, place: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ LATEST_SECONDS = 180.0
 """For it to be there. Before that it starts two Python programs, each of which takes half a minute on a slow host."""
 
 
-def daemon_lives(before: Set[psutil.Process] = frozenset()) -> bool:
+def daemon_lives(before: Set[psutil.Process]) -> bool:
     """Does a daemon run that this process has started, none of those processes?
 
     It gives up by itself where one of its Python programs has not said after 15 seconds, which no setting changes, that
@@ -27,8 +27,8 @@ def daemon_lives(before: Set[psutil.Process] = frozenset()) -> bool:
 
 
 @contextmanager
-def waited_for() -> Iterator[None]:
-    """A cluster that is started in the block may be so late, as long as its daemon lives."""
+def waited_for(before: Set[psutil.Process]) -> Iterator[None]:
+    """A cluster that is started in the block may be so late, as long as its daemon, none of those processes, lives."""
     services: Any = ray._private.services
     look = services.get_node
     latest = time.monotonic() + LATEST_SECONDS
@@ -38,7 +38,7 @@ def waited_for() -> Iterator[None]:
             try:
                 return look(*asked, **named)
             except RuntimeError:  # Ray's, of a node that it does not know yet
-                if time.monotonic() > latest or not daemon_lives():
+                if time.monotonic() > latest or not daemon_lives(before):
                     raise
             time.sleep(0.1)
 
