@@ -80,14 +80,15 @@ def validation_sweep(
         return Completed(message=f"every version of {name} is measured")
     drawn = list(cells(config, inputs, measurement))
     with open_measurement(config, inputs, f"validation-sweep-{name}") as run:
-        measured = measured.asked_by(run.tracker.client)  # which waits for a server that is away
+        measured = measured.scored_by(run.reward_versions, run.tracker.client)  # which waits for a server that is away
         sweep = Sweep(inputs, drawn, measurement, measured, run)
         if measured.run(BASE) is None:
             sweep.measure(None)
-        regressions, unfit = sweep.measure_all(pending)
+        versions = [*sweep.stale_champion(pending), *pending]
+        regressions, unfit = sweep.measure_all(versions)
     if regressions:
         return Completed(name=FOUND_WORSE, message="; ".join([*regressions, *unfit]))
-    return Completed(message="; ".join([f"measured {len(pending) - len(unfit)} versions of {name}", *unfit]))
+    return Completed(message="; ".join([f"measured {len(versions) - len(unfit)} versions of {name}", *unfit]))
 
 
 class Unfit(ConfigError):
@@ -107,6 +108,14 @@ class Sweep:
     ):
         self.config, self.inputs, self.cells = inputs.config, inputs, drawn
         self.measurement, self.measured, self.run = measurement, measured, run
+
+    def stale_champion(self, pending: Sequence[ModelVersion]) -> list[ModelVersion]:
+        """The champion, where other versions of the rewards have scored it than score today: the others' scores could
+        not be compared with its own."""
+        found = self.measured.champion(self.config.trainer.experiment_name)
+        if found is None or self.measured.of(found) or self.measured.leaves_out(found):
+            return []
+        return [found] if found.version not in {version.version for version in pending} else []
 
     def measure_all(self, versions: Sequence[ModelVersion]) -> tuple[list[str], list[str]]:
         """What is wrong with those that got worse, and why others do not fit the recipe: these are left out from now

@@ -158,7 +158,8 @@ class ChildRun:
         record = self.run_dir / "run.json"
         if self.run_id is None and record.is_file():
             self.run_id = json.loads(record.read_text())["mlflow_run_id"]
-            self.client.set_tag(self.run_id, mlflow_tags.MLFLOW_PARENT_RUN_ID, self.parent)
+            if self.run_id is not None:  # else it is to go on in a new one, and has not begun to
+                self.client.set_tag(self.run_id, mlflow_tags.MLFLOW_PARENT_RUN_ID, self.parent)
         if self.run_id is None:
             return {}
         return {point.step: point.value for point in self.client.get_metric_history(self.run_id, metric)}

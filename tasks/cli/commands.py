@@ -224,7 +224,9 @@ def _of_folder(folder: Path) -> tuple[str, str]:
     """(MLflow run id, MLflow's URI) of a run's folder. Raises RecipeError where its record does not say them."""
     record = read_yaml(folder / "run.json", "give the MLflow run id")
     try:
-        return str(record["mlflow_run_id"]), str(record["config"]["tracking"]["uri"])
+        if record["mlflow_run_id"] is not None:  # which says that it is to go on in a new one
+            return str(record["mlflow_run_id"]), str(record["config"]["tracking"]["uri"])
+        raise KeyError("mlflow_run_id")
     except (KeyError, TypeError) as error:
         raise RecipeError(f"{folder / 'run.json'} does not name an MLflow run: give the MLflow run id") from error
 

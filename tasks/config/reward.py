@@ -291,11 +291,10 @@ class RewardConfig(Section):
         """Workers on the GPU of the first of so many trainer ranks, which has the most: each reward begins there."""
         return sum(entry.colocated_workers(ranks) for entry in self.functions.values())
 
-    @property
-    def num_gpus(self) -> float:
-        """GPUs of all reward workers that are not colocated, and of the reward model."""
-        served = 0.0 if self.reward_model is None else self.reward_model.num_gpus
-        return served + sum(entry.num_workers * entry.num_gpus for entry in self.functions.values())
+    def gpus_of_processes(self) -> list[float]:
+        """GPUs, or the share of one, of each reward worker that is not colocated, and of the reward model."""
+        served = [] if self.reward_model is None else [self.reward_model.num_gpus]
+        return [entry.num_gpus for entry in self.functions.values() for _ in range(entry.num_workers)] + served
 
     @property
     def num_cpus(self) -> float:

@@ -6,6 +6,8 @@ Field names follow the reference system (VeRL-Omni), so its users find their kno
 place; what the reference mirrors between sections stands once here.
 """
 
+from collections.abc import Iterable
+from math import ceil
 from pathlib import Path
 
 from pydantic import Field
@@ -24,6 +26,9 @@ from tasks.config.trainer import RayConfig, TrainerConfig
 CUDA_CANARY_TOLERANCE = 0.01
 OTHER_ENGINE_TOLERANCE = 1e-4
 """On the CPU, where the rollout engine is not the trainer's: sums in another order."""
+
+SHARE_PRECISION = 1e-4
+"""Of a share of a GPU, as Ray counts."""
 
 
 class ActorRolloutRefConfig(Section):
@@ -92,16 +97,19 @@ class RunSections(Section):
         return self.gpus_needed()
 
     def gpus_needed(self, trains: bool = True) -> float:
-        """GPUs of ranks, rollout workers, rewards and text encoders; without `trains`, of a validation alone."""
+        """GPUs of ranks, rollout workers, rewards and text encoders; without `trains`, of a validation alone.
+
+        A share of a GPU is of one GPU, so three workers of .6 need three.
+        """
         rollout, on_cuda = self.actor_rollout_ref.rollout, self.trainer.device == "cuda"
         holds = self.holds_places(trains)
-        ranks = float(self.trainer.world_size) if holds and on_cuda else 0.0
-        encoders = 0.0 if self.data.encoders is None else self.data.encoders.own_gpus
+        taken = [1.0] * self.trainer.world_size if holds and on_cuda else []
+        taken += [] if self.data.encoders is None else [self.data.encoders.own_gpus]
         if trains and not self.is_online:
-            return ranks + encoders
-        workers = rollout.num_actors * rollout.gpus_per_worker if on_cuda else 0.0
-        models = ranks if holds and self.shares_gpus else ranks + workers
-        return models + self.reward.num_gpus + encoders
+            return gpus_for(taken)
+        if on_cuda and not (holds and self.shares_gpus):
+            taken += [rollout.gpus_per_worker] * rollout.num_actors
+        return gpus_for([*taken, *self.reward.gpus_of_processes()])
 
     def holds_places(self, trains: bool) -> bool:
         """Are the places of the trainer's ranks held? In a validation for what is to be on them besides the rollout."""
@@ -142,3 +150,18 @@ class RunSections(Section):
         pairs = [self.data.pairs] if trains and not self.is_online else []
         embeddings = [self.data.embeddings] if isinstance(self.data.embeddings, Path) else []
         return [self.data.prompts, *embeddings, Path(model.path), *start, *pairs]
+
+
+def gpus_for(processes: Iterable[float]) -> float:
+    """GPUs on which these processes have room, each of which takes whole ones or a share of a single one: their sum, or
+    more where what is left of one GPU is too little for any."""
+    taken = sorted(filter(None, processes), reverse=True)
+    left: list[float] = []
+    for share in (share for share in taken if share < 1):
+        place = next((place for place, room in enumerate(left) if room >= share - SHARE_PRECISION), None)
+        if place is None:
+            left.append(1.0)
+            place = len(left) - 1
+        left[place] -= share
+    whole, shared = sum(share for share in taken if share >= 1), sum(share for share in taken if share < 1)
+    return whole + (shared if ceil(shared - SHARE_PRECISION) >= len(left) else len(left))

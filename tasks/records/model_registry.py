@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """MLflow's model registry: exported weights as versions that diffusers loads as they are."""
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -187,27 +189,37 @@ class Measurements:
     Args:
         client: MLflow.
         experiment: where the measurements' runs are.
-        digest: of everything that two measurements must share to be compared.
+        digest: of everything that two measurements must share to be compared, and that is known before rewards load.
+        reward_versions: tags of the rewards' versions, which they must share, too; None finds those of any.
     """
 
-    def __init__(self, client: MlflowClient, experiment: str, digest: str):
+    def __init__(
+        self, client: MlflowClient, experiment: str, digest: str, reward_versions: Mapping[str, str] | None = None
+    ):
         """Nothing is asked of MLflow yet."""
-        self.client, self.experiment, self.digest = client, experiment, digest
+        self.client, self.experiment, self.digest, self.reward_versions = client, experiment, digest, reward_versions
 
-    def asked_by(self, client: MlflowClient) -> "Measurements":
-        """The same, found by another client."""
-        return Measurements(client, self.experiment, self.digest)
+    def scored_by(self, reward_versions: Mapping[str, str], client: MlflowClient) -> "Measurements":
+        """Only those by these versions of the rewards, found by another client."""
+        return Measurements(client, self.experiment, self.digest, reward_versions)
 
     def tags(self, subject: str) -> dict[str, str]:
         """The tags of the run that measures `subject`."""
-        return {"doubleflow.measurement": self.digest, "doubleflow.subject": subject}
+        return self._found_by(subject) | dict(self.reward_versions or {})
+
+    def _found_by(self, subject: str) -> dict[str, str]:
+        found = {"doubleflow.measurement": self.digest, "doubleflow.subject": subject}
+        if self.reward_versions is None:
+            return found
+        versions = json.dumps(dict(self.reward_versions), sort_keys=True)  # too long to be searched for
+        return found | {"doubleflow.reward_versions": hashlib.sha256(versions.encode()).hexdigest()[:12]}
 
     def run(self, subject: str) -> str | None:
         """Id of the finished run that measured `subject`: "base", or "<model>/<version>"."""
         experiment = self.client.get_experiment_by_name(self.experiment)
         if experiment is None:
             return None
-        tags = [f"tags.`{name}` = '{value}'" for name, value in self.tags(subject).items()]
+        tags = [f"tags.`{name}` = '{value}'" for name, value in self._found_by(subject).items()]
         query = " AND ".join([*tags, "attributes.status = 'FINISHED'"])
         runs = self.client.search_runs([experiment.experiment_id], query, max_results=1)
         return runs[0].info.run_id if runs else None

@@ -375,8 +375,8 @@ class Tracker:
         for path in paths:
             self.patience.asked(partial(store.delete_artifacts, path))
 
-    def listed(self, folder: str) -> list[str]:
-        """Paths of what is in an artifact folder; none where there is no such folder."""
+    def listed(self, folder: str | None = None) -> list[str]:
+        """Paths of what is in an artifact folder, or beside them all; none where there is no such folder."""
         return [item.path for item in self.client.list_artifacts(self.run_id, folder)]
 
 

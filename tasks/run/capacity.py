@@ -176,9 +176,10 @@ def encoder_bytes(config: TrainConfig) -> float:
 
 
 def samplers_on_a_gpu(config: TrainConfig) -> int:
-    """Rollout workers on one GPU."""
-    share = config.actor_rollout_ref.rollout.num_gpus_per_actor
-    return 1 if config.shares_gpus or not share else max(int(1 / share), 1)
+    """Rollout workers on one GPU, on the one that has the most."""
+    rollout = config.actor_rollout_ref.rollout
+    share = rollout.num_gpus_per_actor
+    return 1 if config.shares_gpus or not share else min(max(int(1 / share), 1), rollout.num_actors)
 
 
 def update_of_rank(config: TrainConfig, model: Model, ranks: int | None = None) -> Need:

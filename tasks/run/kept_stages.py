@@ -89,6 +89,11 @@ class KeptStages:
                 "gives now: the same iteration and seed must give the same prompts; remove the folder to sample anew"
             )
         files, batches = sorted(found[1].resolve().iterdir()), []
+        if len(files) != len(cut):
+            raise CheckpointError(
+                f"{found[1].parent} holds iteration {state.iteration} in {len(files)} batches, and they are {len(cut)} "
+                "now: another rollout.micro_batch_size sampled them; remove the folder to sample anew"
+            )
         for number, (keys, file) in enumerate(zip(cut, files, strict=True)):
             worker = number % len(workers.group)
             reply = ask(RolloutReply, workers.group.actors[worker].read, file)

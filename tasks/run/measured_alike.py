@@ -11,18 +11,22 @@ import pandas as pd
 from tasks.config.overrides import flat
 from tasks.config.tree import TrainConfig
 from tasks.records.history import HistoryError, RunHistory
+from tasks.records.run_store import CheckpointError
 from tasks.records.tracking import Tracker
 
 MEASUREMENTS = "validations.json"
 """A run's artifact: the first iteration that is validated in a way -> the fields of that."""
 
 
-def measured_otherwise(config: TrainConfig, tags: Mapping[str, str], tracker: Tracker) -> Iterator[str]:
+def measured_otherwise(
+    config: TrainConfig, tags: Mapping[str, str], tracker: Tracker, measurements: Mapping[int, Mapping[str, Any]]
+) -> Iterator[str]:
     """A sentence for what MLflow has of a run that goes on and this start measures in another way: what its curves then
     have side by side is not comparable.
 
     Args:
         tags: what `run_tags` gives of this start.
+        measurements: what `recorded_measurements` gives.
     """
     if not tracker.logged_steps:
         return
@@ -33,7 +37,6 @@ def measured_otherwise(config: TrainConfig, tags: Mapping[str, str], tracker: Tr
             "cannot be compared; another reward is for another run, which model.initial_weights lets begin from "
             "these weights"
         )
-    measurements = _measurements(tracker)
     if measurements and (other := _other(_fields(config), measurements[max(measurements)])):
         yield (
             f"validation is another than up to iteration {last} ({', '.join(other)}): held-out rewards before and "
@@ -47,17 +50,27 @@ def other_versions(tags: Mapping[str, str], others: Mapping[str, str]) -> list[s
     return [name for name in rewards if tags[name] != others[name]]
 
 
-def record_measurement(config: TrainConfig, tracker: Tracker) -> None:
+def record_measurement(
+    config: TrainConfig,
+    reward_versions: Mapping[str, str],
+    tracker: Tracker,
+    measurements: Mapping[int, Mapping[str, Any]],
+) -> None:
     """Have MLflow know from which iteration on validations are measured as this start does. To be called before it has
     the start's config.
 
     That is the first that is not recorded: of those that this start makes once more, as no checkpoint had them, the
     records stay what they are.
+
+    Args:
+        reward_versions: what `version_tags` gives of this start.
+        measurements: what `recorded_measurements` gives.
     """
-    measurements, fields = _measurements(tracker), _fields(config)
+    fields, changed = _fields(config) | dict(reward_versions), dict(measurements)
     if not measurements or _other(fields, measurements[max(measurements)]):
-        measurements[max(tracker.logged_steps, default=-1) + 1] = fields
-    tracker.client.log_dict(tracker.run_id, {str(since): known for since, known in measurements.items()}, MEASUREMENTS)
+        changed[max(tracker.logged_steps, default=-1) + 1] = fields
+    if changed != _recorded(tracker):  # a file that is written again can be cut off again
+        tracker.client.log_dict(tracker.run_id, {str(since): known for since, known in changed.items()}, MEASUREMENTS)
 
 
 def comparable_validations(tracker: Tracker) -> dict[int, pd.DataFrame]:
@@ -66,9 +79,13 @@ def comparable_validations(tracker: Tracker) -> dict[int, pd.DataFrame]:
     return {iteration: table for iteration, table in tracker.tables("validation").items() if iteration >= since}
 
 
-def _measurements(tracker: Tracker) -> dict[int, Mapping[str, Any]]:
+def recorded_measurements(tracker: Tracker) -> dict[int, Mapping[str, Any]]:
     """The first iteration that was validated in a way -> its fields; without those by which none was, as of a start
-    that was ended before. Of a run of an older version all were by its last config."""
+    that was ended before. Of a run of an older version all were by its last config.
+
+    Raises:
+        CheckpointError: the record is damaged.
+    """
     if not tracker.logged_steps:
         return {}
     last = max(tracker.logged_steps)
@@ -81,11 +98,16 @@ def _measurements(tracker: Tracker) -> dict[int, Mapping[str, Any]]:
 
 def _recorded(tracker: Tracker) -> dict[int, Mapping[str, Any]]:
     """What `MEASUREMENTS` holds; nothing where the run has none yet."""
-    try:
-        content = RunHistory(tracker.client, tracker.run_id).content(MEASUREMENTS)
-    except HistoryError:
+    if MEASUREMENTS not in tracker.listed():
         return {}
-    return {int(since): fields for since, fields in json.loads(content).items()}
+    content = RunHistory(tracker.client, tracker.run_id).content(MEASUREMENTS)
+    try:
+        return {int(since): dict(fields) for since, fields in json.loads(content).items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"the artifact {MEASUREMENTS} of run {tracker.run_id} is damaged ({error}): remove it, and all validations "
+            "count as measured by the run's config.json"
+        ) from error
 
 
 def _fields(config: TrainConfig) -> dict[str, Any]:

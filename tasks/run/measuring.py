@@ -26,9 +26,10 @@ from tasks.run.encoding_checks import check_embeddings
 from tasks.run.preflight import Inputs
 from tasks.stages.validation import Validation
 
-DRAWN_AS = 2
+DRAWN_AS = 3
 """Counts up where the same settings come to other pictures, so that all weights are measured again. 2: guidance_scale
-of val_kwargs.pipeline is drawn with."""
+of val_kwargs.pipeline is drawn with. 3: what changes no score, as a reward's number of workers, is left out of the
+digest; the reward model, the rollout's engine, the text encoders' settings and which prompts are drawn are in."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,11 @@ def labelled(cell: Cell, result: Validation) -> pd.DataFrame:
 
 
 def measurement_digest(config: TrainConfig, inputs: Inputs, measurement: Measurement) -> str:
-    """A digest of everything that a measurement depends on beside the weights: of its sets' files the content.
+    """A digest of what a measurement depends on beside the weights and the rewards' versions: of its sets' files the
+    content.
+
+    Args:
+        config: what `for_measuring` gives, with the measurement's reward in place.
 
     Raises:
         ConfigError: a file of `measurement.sets` is not there.
@@ -198,10 +203,13 @@ def measurement_digest(config: TrainConfig, inputs: Inputs, measurement: Measure
     rollout = config.actor_rollout_ref.rollout
     dumped = [
         DRAWN_AS,
-        measurement.model_dump(mode="json"),
+        measurement.model_dump(mode="json", exclude={"reward", "confidence"}),
+        rollout.name,
         shaping(rollout.validation_pipeline()),  # without settings that are younger than measurements, and unchanged
-        config.actor_rollout_ref.model.model_dump(mode="json"),
-        {name: entry.model_dump(mode="json") for name, entry in config.reward.functions.items()},
+        shaping(config.actor_rollout_ref.model.model_copy(update={"initial_weights": None})),  # training begins there
+        shaping(config.reward),
+        None if config.data.encoders is None else shaping(config.data.encoders),
+        [] if measurement.sets else [prompt.uid for prompt in inputs.test],
         inputs.digest,
         *(_digests(name, entry) for name, entry in sorted(measurement.sets.items())),
     ]

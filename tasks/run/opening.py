@@ -5,7 +5,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -48,7 +48,12 @@ from tasks.run.gpu_slots import gpu_slots
 from tasks.run.host_check import warn_of_little_memory
 from tasks.run.kept_stages import KeptStages
 from tasks.run.live_text import start_text_encoders
-from tasks.run.measured_alike import comparable_validations, measured_otherwise, record_measurement
+from tasks.run.measured_alike import (
+    comparable_validations,
+    measured_otherwise,
+    record_measurement,
+    recorded_measurements,
+)
 from tasks.run.note import run_label, source_tags, write_note
 from tasks.run.preflight import Inputs
 from tasks.run.reporting import RunReport
@@ -133,7 +138,9 @@ def _tracker(config: TrainConfig, name: str, run_id: str | None) -> Tracker:
     try:
         return Tracker(config.tracking, name, run_id)
     except RunGone as error:
-        error.add_note(f"for a new one, remove {config.run_dir / RUN_RECORD}: the checkpoints stay")
+        error.add_note(
+            f"for a new one, set mlflow_run_id in {config.run_dir / RUN_RECORD} to null, and keep all else"
+        )
         raise
 
 
@@ -246,10 +253,12 @@ def _refuse_other_data(config: TrainConfig, data_digest: str, tracker: Tracker) 
 def _begin_records(run: TrainingRun, newest: Future[tuple[RunState, Path] | None]) -> None:
     """Have it recorded and told what the run is, and go on from its newest checkpoint, if there is one."""
     config, inputs, tracker = run.config, run.inputs, run.tracker
-    tags = run_tags(config, inputs, run.online.reward if run.is_online else None)
-    for otherwise in measured_otherwise(config, tags, tracker):
+    versions = version_tags(run.online.reward if run.is_online else None, config.ray_init.start_timeout_s)
+    tags = run_tags(config, inputs, versions)
+    measurements = recorded_measurements(tracker)
+    for otherwise in measured_otherwise(config, tags, tracker, measurements):
         page_logger().warning(otherwise)
-    record_measurement(config, tracker)
+    record_measurement(config, versions, tracker, measurements)
     tracker.log_start(config, tags)
     tell_sizes(inputs)
     if run.is_online and config.reward.guards.statistics and DIVERSITY not in run.guards.guards:
@@ -261,11 +270,17 @@ def _begin_records(run: TrainingRun, newest: Future[tuple[RunState, Path] | None
     if run.elsewhere:
         told = "the run goes on after iteration %d in a new MLflow run: what came before is in the one before"
         page_logger().warning(told, run.elsewhere)
-    tracker.log_lineage(lineage(config.data_read()), run.iteration, config)
+    tracker.log_lineage(lineage(config.data_read()), _begins_after(run.iteration, tracker.logged_steps), config)
     run.report.log_changes()
     write_note(run)
     patience = tracker.patience
     run.store.behind.held_up = lambda: patience.meanwhile() if patience.waits else None
+
+
+def _begins_after(iteration: int, recorded: Set[int]) -> int:
+    """Under which iteration a start is recorded: that of its checkpoint. Without one, the last of the records, which
+    stay what an earlier start has made of them; 0 is where that came from, `flows.reproduce` reads there."""
+    return iteration or (max(1, *recorded) if recorded else 0)
 
 
 def _watched(run: TrainingRun) -> AbstractContextManager[MachineWatch]:
@@ -310,11 +325,16 @@ def _same_command() -> str:
 
 @dataclass(frozen=True)
 class MeasuringRun:
-    """What `flows.validate` and `flows.validation_sweep` work with: samplers, rewards and their MLflow run."""
+    """What `flows.validate` and `flows.validation_sweep` work with: samplers, rewards and their MLflow run.
+
+    Attributes:
+        reward_versions: by which the rewards' versions are known, as tags of MLflow.
+    """
 
     rollout: RolloutGroup
     reward: RewardGroup
     tracker: Tracker
+    reward_versions: Mapping[str, str]
 
 
 @contextmanager
@@ -331,17 +351,18 @@ def open_measurement(
         encoders = start_text_encoders(config, inputs.embeddings, places)
         shared, limit = places if config.shares_gpus else None, config.ray_init.start_timeout_s
         reward = RewardGroup(config.reward, model, limit, places)
-        run = MeasuringRun(start_rollout(config, inputs, shared), reward, tracker)
+        rollout = start_rollout(config, inputs, shared)
         if encoders is not None:
             encoders.check(inputs.test, limit)
-        run.rollout.wait_ready(limit)
-        tracker.log_start(config, run_tags(config, inputs, run.reward) | dict(tags or {}))
+        rollout.wait_ready(limit)
+        versions = version_tags(reward, limit)
+        tracker.log_start(config, run_tags(config, inputs, versions) | dict(tags or {}))
         tell_sizes(inputs)
         tracker.log_lineage(lineage(config.data_read(trains=False)), 0)
-        groups = {"rollout": run.rollout.group} | run.reward.groups()
+        groups = {"rollout": rollout.group} | reward.groups()
         groups |= {} if encoders is None else {"text_encoder": encoders.group}
         with watched_machines(groups, get_run_logger(), "the same command measures again", limit):
-            yield run
+            yield MeasuringRun(rollout, reward, tracker, versions)
 
 
 def start_rollout(config: TrainConfig, inputs: Inputs, places: RankPlaces | None = None) -> RolloutGroup:
@@ -466,13 +487,17 @@ def _watched_statistics(config: TrainConfig) -> list[str]:
     return [name for name in STATISTICS if config.reward.guards.statistics and (several or name != DIVERSITY)]
 
 
-def run_tags(config: TrainConfig, inputs: Inputs, reward: RewardGroup | None) -> dict[str, str]:
-    """What a run is found and compared by: digests of config and data, and the rewards' versions."""
-    found = {} if reward is None else reward.versions(config.ray_init.start_timeout_s)
-    versions = {f"reward.{name.replace(':', '/')}": version for name, version in found.items()}
+def version_tags(reward: RewardGroup | None, seconds: float) -> dict[str, str]:
+    """The rewards' versions as tags; waits until the workers are up, of which each may load for so many seconds."""
+    found = {} if reward is None else reward.versions(seconds)
+    return {f"reward.{name.replace(':', '/')}": version for name, version in found.items()}
+
+
+def run_tags(config: TrainConfig, inputs: Inputs, versions: Mapping[str, str]) -> dict[str, str]:
+    """What a run is found and compared by: digests of config and data, and what `version_tags` gives."""
     digests = {"doubleflow.config_digest": config.digest(), DATA_TAG: inputs.digest}
     found_out = {f"doubleflow.auto.{field}": why for field, why in inputs.said.items()}
-    return versions | digests | found_out | source_tags() | {RUN_NAME_TAG: config.run_name}
+    return dict(versions) | digests | found_out | source_tags() | {RUN_NAME_TAG: config.run_name}
 
 
 def tell_sizes(inputs: Inputs) -> None:
@@ -508,27 +533,28 @@ def recorded_config(config: TrainConfig) -> TrainConfig | None:
         return TrainConfig.model_validate(json.loads(file.read_text())["config"])
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{file} does not say with which config the run began ({error!r:.200}): give numbers in place of auto, "
-            "which are in the run's config.json in MLflow"
+            f"{file} does not say with which config the run began ({error!r:.200}), which has the numbers in place of "
+            'auto: write {"config": ...} into it, with what config.json of the run has in MLflow'
         ) from error
 
 
 def _remembered_run_id(config: TrainConfig) -> str | None:
-    """The MLflow run to continue; None where the run begins. Raises CheckpointError where the record is damaged."""
+    """The MLflow run to continue; None where the run begins, or goes on in a new one. Raises CheckpointError where the
+    record is damaged."""
     file = config.run_dir / RUN_RECORD
     if not os.path.lexists(file):
         return None
     try:
         run_id = json.loads(file.read_text())["mlflow_run_id"]
-        if isinstance(run_id, str) and run_id:
+        if run_id is None or (isinstance(run_id, str) and run_id):
             return run_id
         reason = f"mlflow_run_id is {run_id!r}"
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         reason = repr(error)
     raise CheckpointError(
         f"{file} does not say which MLflow run to continue ({reason}): write "
-        '{"mlflow_run_id": "..."} into it, with the id in any checkpoints/iter_*/state.json beside it, or remove it to '
-        "go on in a new MLflow run"
+        '{"mlflow_run_id": "..."} into it, with the id in any checkpoints/iter_*/state.json beside it, or null in its '
+        "place to go on in a new MLflow run"
     )
 
 

@@ -69,7 +69,7 @@ def settle(
     for fields in _together(config, trains):
         before = None if recorded is None else _value(recorded, fields[0])
         if isinstance(before, int):
-            config = _with(config, fields, before)
+            config = _as_before(config, fields, before)
             kept |= dict.fromkeys(fields, before)
             continue
         chosen, why = _largest(config, fields, model_config, measure, trains)
@@ -226,7 +226,7 @@ class Room:
         workers = samplers_on_a_gpu(config) if self.device == "cuda" else -(-settings.num_actors // trainer.nnodes)
         both = trainer.n_gpus_per_node * update.gib if trains else 0.0
         both += 0.0 if rollout is None else workers * rollout.gib
-        both += needed.rewards / GIB if config.shares_gpus else 0.0
+        both += (needed.rewards + needed.encoders) / GIB if config.shares_gpus else 0.0  # of both beside the rollout
         where = "on each GPU" if self.device == "cuda" else "on each machine"
         if both <= self.usable:
             return None
@@ -262,6 +262,21 @@ def _divisors(number: int) -> list[int]:
 def _value(config: TrainConfig, name: str) -> Any:
     section, _, field = name.partition(".")
     return getattr(getattr(config.actor_rollout_ref, section), field)
+
+
+def _as_before(config: TrainConfig, names: Sequence[str], value: int) -> TrainConfig:
+    """With the value of the run's first start, by which its kept samples are cut.
+
+    Raises:
+        ConfigError: it does not go with what may be another now, as the number of trainer ranks.
+    """
+    try:
+        return _with(config, names, value)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{' and '.join(names)} is auto, and was {value} at the run's first start, which does not go with what is "
+            f"given now ({error}): go on with as many trainer ranks and rollout workers as then"
+        ) from error
 
 
 def _with(config: TrainConfig, names: Sequence[str], value: int | bool) -> TrainConfig:

@@ -2,6 +2,7 @@
 """A validation sweep whose MLflow server does not answer while it measures: what was drawn is not lost by that."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,14 @@ ASKED = re.compile(rb"GET \S*/(" + FILES + rb"|registered-models/alias\S*) ")
 """A version's weights, the base model's measurement, and the champion."""
 
 
-def test_answers_that_are_lost_meanwhile_are_asked_for_again(
+def score_by_others(client: MlflowClient, experiment: str) -> None:
+    """All that is measured counts as scored by versions of the rewards that are no more."""
+    for run in client.search_runs([experiment], "tags.`doubleflow.subject` != ''"):
+        assert len(run.data.tags["doubleflow.reward_versions"]) == 12
+        client.set_tag(run.info.run_id, "doubleflow.reward_versions", "others")
+
+
+def test_a_sweep_asks_again_for_lost_answers_and_measures_anew_what_other_rewards_scored(
     workspace: Workspace, ray_head: RayHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, folder = str(RECIPE["trainer"]["experiment_name"]), workspace.folder / "server"
@@ -37,9 +45,18 @@ def test_answers_that_are_lost_meanwhile_are_asked_for_again(
         output = workspace.run("-c", SWEEP)
         (measured,) = client.search_runs([trained.experiment_id], f"tags.`doubleflow.subject` = '{name}/2'")
         left_out = client.get_model_version(name, "1").tags[LEFT_OUT]
+        kinds = {Path(path.partition("?")[0]).suffix or "champion" for path in lossy.lost}
+        score_by_others(client, trained.experiment_id)
+        client.set_registered_model_alias(name, "champion", "2")
+        register(trained, name, workspace.folder / "data/base_model", 15, {})
+        workspace.run("-c", SWEEP)
+        runs = client.search_runs([trained.experiment_id], "tags.`doubleflow.subject` != ''")
+        counted = Counter(run.data.tags["doubleflow.subject"] for run in runs)
     assert measured.info.status == "FINISHED", output[-2000:]
     assert left_out.partition(": ")[0] == measured.data.tags["doubleflow.measurement"]
     assert "weights is" in left_out
     assert measured.data.metrics["gain/base/mean"] == 0, output[-2000:]
-    kinds = {Path(path.partition("?")[0]).suffix or "champion" for path in lossy.lost}
     assert kinds == {".safetensors", ".parquet", "champion"}
+    # The base and the champion once more: what they had by other rewards is not what version 3 is compared with.
+    assert counted == {"base": 2, f"{name}/1": 1, f"{name}/2": 2, f"{name}/3": 1}
+    assert all(run.data.tags["reward.ocr"] for run in runs)

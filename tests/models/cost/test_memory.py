@@ -703,6 +703,8 @@ def test_a_checkpoint_has_every_set_of_weights_that_the_trainer_keeps(
 def test_a_gpu_holds_as_many_workers_as_have_their_whole_share_of_it(share: float, workers: int) -> None:
     rollout = {"num_actors": 4, "num_gpus_per_actor": share}
     assert samplers_on_a_gpu(TrainConfig.model_validate({"actor_rollout_ref": {"rollout": rollout}})) == workers
+    alone = {"num_actors": 1, "num_gpus_per_actor": share}  # and leaves the rest to a reward
+    assert samplers_on_a_gpu(TrainConfig.model_validate({"actor_rollout_ref": {"rollout": alone}})) == 1
 
 
 def test_the_checkpoints_that_are_there_are_room_for_the_next(tiny_model: Path, small_disk: Path) -> None:

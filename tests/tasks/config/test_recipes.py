@@ -504,6 +504,32 @@ def test_another_text_scores_less(recipe: str) -> None:
     assert 0.3 < reward_of(recipe)(other, [Wanted("Hello World")]).scores[0] < 0.8
 
 
+@pytest.mark.parametrize(
+    ("workers", "share", "reward", "gpus"),
+    [
+        (4, 0.6, 0.0, 5),  # no two of these are on one GPU: with the rank's that is five, and not 3.4
+        (2, 0.5, 0.0, 2),
+        (3, 1 / 3, 0.0, 2),
+        (1, 0.5, 0.5, 2),
+        (1, 0.7, 0.5, 2.2),
+        (1, 0.25, 0.5, 1.75),
+        (2, 1.0, 2.0, 5),
+    ],
+)
+def test_a_share_of_a_gpu_is_of_one_gpu(workers: int, share: float, reward: float, gpus: float) -> None:
+    """Ray would wait for ever for workers that it has the sum of GPUs for."""
+    rollout = {"num_actors": workers, "num_gpus_per_actor": share}
+    config = TrainConfig.model_validate(
+        {
+            "actor_rollout_ref": {"rollout": rollout},
+            "reward": {"functions": {"ocr": {"num_gpus": reward}}},
+            "trainer": {"device": "cuda"},
+        }
+    )
+    assert config.gpus_needed() == pytest.approx(gpus)
+    assert config.gpus_needed(trains=False) == pytest.approx(gpus - 1)
+
+
 # ---- machines/: overrides for a machine whose GPUs rollout and update share, mostly fewer than a recipe is written for
 
 

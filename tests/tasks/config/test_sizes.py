@@ -115,6 +115,21 @@ def test_a_worker_holds_more_of_a_gpu_than_is_counted(found: Callable[..., Settl
     assert sizes(found(shared, heavy)) == (2, 2)  # two workers of 14
 
 
+def test_text_encoders_beside_a_measurements_rollout_count(
+    found: Callable[..., Settled], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 + 5 x 0.1 m GiB of a worker, 30 of text encoders on its GPU, and a process of rewards' none."""
+    monkeypatch.setattr("tasks.run.capacity.encoder_bytes", lambda config: 30 * GIB)
+    own = {"embeddings": "live", "text_encoder": {"device": "cuda", "placement": "colocated"}}
+    pipeline = {"height": 16, "width": 24, "max_sequence_length": 8}
+    rollout = {"placement": "colocated", "n": 4, "pipeline": pipeline, "micro_batch_size": "auto"}
+    roomy, narrow = (
+        config_with({**BOTH, "rollout": rollout}, gib / 0.85, data={"train_batch_size": 8, **own}) for gib in (80, 37)
+    )
+    assert sizes(found(roomy, trains=False))[0] == 16
+    assert sizes(found(narrow, trains=False))[0] == 4
+
+
 @pytest.mark.parametrize(("gib", "size"), [(1000, 8), (8.01 / 0.85, 8), (7.99 / 0.85, 4), (6.01 / 0.85, 4)])
 def test_a_measurement_of_an_offline_recipe_settles_what_it_reads(
     found: Callable[..., Settled], gib: float, size: int
@@ -155,6 +170,14 @@ def test_a_later_start_has_the_numbers_of_the_first_on_whatever_machine(found: C
     assert sizes(later) == sizes(first) == (16, 16)
     assert later.kept == {UPDATE: 16, ROLLOUT: 16}
     assert later.said == {}
+
+
+def test_a_number_that_does_not_go_with_other_ranks_is_told_with_a_way_on(found: Callable[..., Settled]) -> None:
+    """Any number that is given in its place would be another run."""
+    first = found(config_with(gib=1000))
+    two = config_with(gib=1000, trainer={"n_gpus_per_node": 2})
+    with pytest.raises(ConfigError, match=r"is auto, and was 16 at the run's first start, .* as many trainer ranks"):
+        found(two, never, recorded=first.config)
 
 
 def test_a_number_that_was_found_out_names_no_other_run(found: Callable[..., Settled]) -> None:

@@ -111,7 +111,7 @@ def test_a_damaged_run_record_is_named_with_its_remedy(tmp_path: Path, content: 
     file = settings.run_dir / "run.json"
     assert _remembered_run_id(settings) is None
     file.write_bytes(content)
-    sentence = rf"{re.escape(str(file))} does not say which MLflow run to continue .* write .* or remove it"
+    sentence = rf"{re.escape(str(file))} does not say which MLflow run to continue .* write .* or null in its place"
     with pytest.raises(CheckpointError, match=sentence):
         _remembered_run_id(settings)
     file.unlink()
@@ -119,5 +119,6 @@ def test_a_damaged_run_record_is_named_with_its_remedy(tmp_path: Path, content: 
     with pytest.raises(CheckpointError, match=sentence):
         _remembered_run_id(settings)
     file.unlink()
-    file.write_text(json.dumps({"mlflow_run_id": "abc"}))
-    assert _remembered_run_id(settings) == "abc"
+    for run_id in ("abc", None):
+        file.write_text(json.dumps({"mlflow_run_id": run_id}))
+        assert _remembered_run_id(settings) == run_id

@@ -13,8 +13,13 @@ from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
 from tasks.records.run_store import CHECKPOINTS, STAGES, CheckpointError, CheckpointStore, RunState
 from tasks.records.tracking import Tracker
-from tasks.run.measured_alike import comparable_validations, measured_otherwise, record_measurement
-from tasks.run.opening import DATA_TAG, _check_kept, _refuse_other_data, _told_if_gone, open_run
+from tasks.run.measured_alike import (
+    comparable_validations,
+    measured_otherwise,
+    record_measurement,
+    recorded_measurements,
+)
+from tasks.run.opening import DATA_TAG, _begins_after, _check_kept, _refuse_other_data, _told_if_gone, open_run
 from tasks.run.start_times import StartTimes
 from tests.support.mlflow_store import mlflow_in
 
@@ -80,16 +85,20 @@ def test_what_a_start_measures_otherwise_than_those_before_is_told(tmp_path: Pat
     """A reward's code was edited, or validation draws other pictures: one curve would have both."""
     config = TrainConfig(trainer={"default_local_dir": tmp_path})
     first = Tracker(tracking, "a-run")
-    record_measurement(config, first)
+
+    def otherwise(start: TrainConfig, version: str, tracker: Tracker) -> list[str]:
+        return list(measured_otherwise(start, {"reward.mine": version}, tracker, recorded_measurements(tracker)))
+
+    record_measurement(config, {"reward.mine": "source-1"}, first, {})
     first.log_start(config, {"reward.mine": "source-1"})
-    assert not list(measured_otherwise(config, {"reward.mine": "source-2"}, first)), "nothing is measured yet"
+    assert not otherwise(config, "source-2", first), "nothing is measured yet"
     first.log_step(3, {"val/reward/mean": 0.5})
     again = Tracker(tracking, "a-run", first.run_id)
-    assert not list(measured_otherwise(config, {"reward.mine": "source-1"}, again))
-    (told,) = measured_otherwise(config, {"reward.mine": "source-2"}, again)
+    assert not otherwise(config, "source-1", again)
+    (told,) = otherwise(config, "source-2", again)
     assert "reward.mine is source-2 now and was source-1 up to iteration 3" in told
     fewer = config.with_changes({"actor_rollout_ref": {"rollout": {"val_kwargs": {"max_prompts": 2}}}})
-    (told,) = measured_otherwise(fewer, {"reward.mine": "source-1"}, again)
+    (told,) = otherwise(fewer, "source-1", again)
     assert "up to iteration 3 (rollout.val_kwargs.max_prompts is 2 and was " in told
 
 
@@ -98,10 +107,10 @@ def test_guards_compare_what_was_measured_as_it_is_now(tmp_path: Path, tracking:
     fewer = config.with_changes({"actor_rollout_ref": {"rollout": {"val_kwargs": {"max_prompts": 2}}}})
     run_id = Tracker(tracking, "a-run").run_id
 
-    def begin(start: TrainConfig, *iterations: int) -> set[int]:
+    def begin(start: TrainConfig, *iterations: int, version: str = "source-1") -> set[int]:
         """A start that makes these iterations, of which the even ones are validated."""
         tracker = Tracker(tracking, "a-run", run_id)
-        record_measurement(start, tracker)
+        record_measurement(start, {"reward.mine": version}, tracker, recorded_measurements(tracker))
         tracker.log_start(start, {})
         for iteration in iterations:
             measured = {} if iteration % 2 else {"validation": pd.DataFrame({"uid": ["a"], "reward": [0.5]})}
@@ -115,6 +124,29 @@ def test_guards_compare_what_was_measured_as_it_is_now(tmp_path: Path, tracking:
     assert begin(fewer, 6) == {6}, "whichever checkpoint it goes on from"
     assert begin(config, 7, 8) == {8}
     assert begin(config.with_changes({"trainer": {"save_freq": 3}}), 9, 10) == {8, 10}
+    assert begin(config, 11, 12, version="source-2") == {12}, "scores of another reward are no fall"
+    assert begin(config, 13, 14, version="source-2") == {12, 14}
+
+
+def test_a_damaged_record_of_measurements_is_named_and_stays(tmp_path: Path, tracking: TrackingConfig) -> None:
+    tracker = Tracker(tracking, "a-run")
+    config = TrainConfig(trainer={"default_local_dir": tmp_path})
+    record_measurement(config, {}, tracker, {})
+    tracker.log_step(0, {"val/reward/mean": 0.5})
+    (file,) = tmp_path.rglob("validations.json")
+    whole = file.read_text()
+    written = file.stat().st_mtime_ns
+    record_measurement(config, {}, tracker, recorded_measurements(tracker))
+    assert file.stat().st_mtime_ns == written, "what is not written cannot be cut off"
+    file.write_text(whole[:-9])
+    with pytest.raises(CheckpointError, match=f"validations.json of run {tracker.run_id} is damaged .* remove it"):
+        recorded_measurements(tracker)
+
+
+def test_where_the_records_of_a_first_start_came_from_stays() -> None:
+    """A run that was killed before its first checkpoint begins anew, maybe from other code, and its records stay."""
+    assert [_begins_after(0, set()), _begins_after(0, {0}), _begins_after(0, {0, 1, 2})] == [0, 1, 2]
+    assert _begins_after(2, {0, 1, 2, 3}) == 2
 
 
 def test_a_field_that_an_older_version_had_not_is_no_other_measurement(
@@ -128,8 +160,9 @@ def test_a_field_that_an_older_version_had_not_is_no_other_measurement(
         first.client.log_dict(first.run_id, older, file)
     first.log_step(3, {"val/reward/mean": 0.5}, tables={"validation": pd.DataFrame({"uid": ["a"], "reward": [0.5]})})
     again = Tracker(tracking, "a-run", first.run_id)
-    assert not list(measured_otherwise(config, {}, again))
-    record_measurement(config, again)
+    measurements = recorded_measurements(again)
+    assert not list(measured_otherwise(config, {}, again, measurements))
+    record_measurement(config, {"reward.mine": "source-1"}, again, measurements)
     assert comparable_validations(again).keys() == {3}
 
 

@@ -142,30 +142,60 @@ def test_the_prompts_of_a_set_say_what_the_rewards_look_for(
         assert cell.prompts == load_prompts(tmp_path / "prompts.parquet", "test")
 
 
+LIVE: dict[str, Any] = {
+    "data": {"embeddings": "live"},
+    "actor_rollout_ref": {"rollout": {"pipeline": {"max_sequence_length": 8}}},
+}
+OTHERS: list[dict[str, Any]] = [
+    {"reward": {"functions": {"jpeg_compressibility": {}}}},
+    {"reward": {"functions": {"jpeg_compressibility": {"options": {"quality": 50}}}}},
+    {"reward": {"reward_model": {"model_path": "a-judge", "num_gpus": 1}}},
+    {"reward": {"reward_model": {"model_path": "a-judge", "num_gpus": 1, "arguments": ["--dtype", "float16"]}}},
+    {"actor_rollout_ref": {"rollout": {"val_kwargs": {"pipeline": {"num_inference_steps": 9}}}}},
+    {"actor_rollout_ref": {"rollout": {"name": "vllm_omni"}}},
+    {"actor_rollout_ref": {"model": {"path": "another"}}},
+    LIVE,
+    LIVE | {"data": {"embeddings": "live", "text_encoder": {"negative_prompt": "blurred"}}},
+]
+SAME: list[dict[str, Any]] = [
+    {"reward": {"functions": {"ocr": {"num_workers": 3, "timeout_s": 7, "batch_size": 2}}}},
+    {"reward": {"max_missing_fraction": 0.5}},
+    {"actor_rollout_ref": {"model": {"initial_weights": "elsewhere"}}},
+    {"trainer": {"total_training_steps": 7}},
+]
+
+
+def inputs_of(digest: str, *prompts: str) -> Any:
+    return SimpleNamespace(digest=digest, test=[Prompt(text, text, None, {}, "here:1") for text in prompts])
+
+
 def test_a_measurement_is_another_one_where_what_it_depends_on_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else what was measured before, with another reward for example, would stand for it."""
-    changes: list[dict[str, Any]] = [
-        {"reward": {"functions": {"jpeg_compressibility": {}}}},
-        {"reward": {"functions": {"jpeg_compressibility": {"options": {"quality": 50}}}}},
-        {"actor_rollout_ref": {"rollout": {"val_kwargs": {"pipeline": {"num_inference_steps": 9}}}}},
-        {"actor_rollout_ref": {"model": {"path": "another"}}},
-    ]
-    config, same, other = TrainConfig(), Measurement(), Measurement(seeds=[5])
-    inputs: list[Any] = [SimpleNamespace(digest=digest) for digest in ("these", "others")]
-    found = [measurement_digest(config.with_changes(change), inputs[0], same) for change in changes]
-    found += [measurement_digest(config, inputs[1], same), measurement_digest(config, inputs[0], other)]
-    found += [measurement_digest(config, inputs[0], same)]
-    assert found[-1] == measurement_digest(TrainConfig(), inputs[0], Measurement())
+    config, same = TrainConfig(), Measurement()
+    all_of_them = [inputs_of("these", "a", "b"), inputs_of("others", "a", "b"), inputs_of("these", "a")]
+    found = [measurement_digest(config.with_changes(change), all_of_them[0], same) for change in OTHERS]
+    found += [measurement_digest(config, inputs, same) for inputs in all_of_them]
+    found += [measurement_digest(config, all_of_them[0], Measurement(seeds=[5]))]
     monkeypatch.setattr(measuring, "DRAWN_AS", measuring.DRAWN_AS + 1)
-    found += [measurement_digest(config, inputs[0], same)]
+    found += [measurement_digest(config, all_of_them[0], same)]
     assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("change", SAME, ids=str)
+def test_what_changes_no_score_measures_nothing_anew(change: dict[str, Any]) -> None:
+    """All versions would be drawn once more, for hours on a GPU."""
+    config, inputs, measurement = TrainConfig(), inputs_of("these", "a", "b"), Measurement(confidence=0.9)
+    rewarded = measurement.model_copy(update={"reward": config.reward})
+    plain = measurement_digest(config, inputs, Measurement())
+    assert measurement_digest(config.with_changes(change), inputs, measurement) == plain
+    assert measurement_digest(config, inputs, rewarded) == plain
 
 
 def test_a_measurement_is_another_one_where_the_files_of_its_sets_are_others(tmp_path: Path) -> None:
     """At the same paths: else what was measured on the old prompts would stand for the new ones."""
     prompts, embeddings = tmp_path / "prompts.parquet", tmp_path / "embeddings"
     embeddings.mkdir()
-    inputs: Any = SimpleNamespace(digest="same")
+    inputs = inputs_of("same")
     measurement = Measurement.model_validate({"sets": {"ood": {"prompts": prompts, "embeddings": embeddings}}})
 
     def digest(table: str, index: str) -> str:
