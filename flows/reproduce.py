@@ -95,7 +95,7 @@ def reproduce(run: str, iterations: int = 3, tolerance: float = 1e-5, tracking: 
         check_out_data(history, folder)
         new = RunHistory(client, _train(folder, config, _absolute(client.tracking_uri)))
     outcomes = compare_metrics(history.metrics(), new.metrics(), iterations, tolerance)
-    rows = [vars(outcome) for outcome in outcomes]
+    rows = as_rows(outcomes)
     client.set_tag(new.run_id, "doubleflow.reproduces", run)
     client.log_dict(new.run_id, {"of": run, "iterations": iterations, "metrics": rows}, "reproduction.json")
     create_table_artifact(rows, key="reproduction", description=f"{history.name}, {iterations} iterations")
@@ -281,6 +281,11 @@ def compare_metrics(
         outcome = EQUAL if difference == 0 else CLOSE if difference <= tolerance else DIFFERENT
         outcomes.append(Outcome(name, len(expected), difference, outcome))
     return outcomes
+
+
+def as_rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """For JSON, which has no infinity: a difference from what is missing is none there."""
+    return [vars(one) | {"difference": one.difference if math.isfinite(one.difference) else None} for one in outcomes]
 
 
 def _difference(old: float, new: float | None) -> float:

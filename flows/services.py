@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from flows.deploy.bring_up import POOL_NAME, PORTS, RUNS, SERVICES, addresses, bring_up, pool_of, ports_for, use
+from flows.deploy.bring_up import POOL_NAME, PORTS, RUNS, SERVICES, addresses, bring_up, ports_for, use
 from flows.deploy.flow_runs import end_worker_flow_runs
 from flows.deploy.service_processes import end_leftovers, end_process
 from flows.deploy.service_record import (
@@ -49,17 +49,31 @@ def up(
         "prefect"
     ],
     mlflow_port: Annotated[int, typer.Option(min=1, max=MOST_PORT, help="Port of MLflow's server.")] = PORTS["mlflow"],
-    pool: Annotated[str, typer.Option(help="Work pool that the deployments name.")] = POOL_NAME,
+    pool: Annotated[
+        str | None,
+        typer.Option(help=f"Work pool that the deployments name; left out, what is up has it, or {POOL_NAME}."),
+    ] = None,
     runs: Annotated[
-        int, typer.Option(min=1, max=MOST_PROCESSES, help="Flow runs that the pool lets run at once.")
-    ] = RUNS,
+        int | None,
+        typer.Option(
+            min=1,
+            max=MOST_PROCESSES,
+            help=f"Flow runs that the pool lets run at once; left out, as many as before, or {RUNS}.",
+        ),
+    ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=0, max=MOST_GPUS, help="GPUs of this machine; left out, as many as torch finds.")
+        int | None,
+        typer.Option(
+            min=0, max=MOST_GPUS, help="GPUs of this machine; left out, as many as before, or as torch finds."
+        ),
     ] = None,
 ) -> None:
     """Start what is not up yet; if a part does not start, nothing of what this began stays."""
     there = living_processes()
-    _check_pool(pool)
+    if prefect_port == mlflow_port:
+        raise ConfigError(f"--prefect-port and --mlflow-port are both {mlflow_port}: each server needs one of its own")
+    if pool is not None or not there:
+        _check_pool(pool or POOL_NAME)
     environment = bring_up({"prefect": prefect_port, "mlflow": mlflow_port}, pool, runs, gpus)
     typer.echo(f"{'already up' if there.keys() >= SERVICES else 'up'}: {addresses(environment)}")
     typer.echo(f"Prefect's page asks for PREFECT_API_AUTH_STRING, MLflow's for {USER} and MLFLOW_TRACKING_PASSWORD.")
@@ -92,10 +106,7 @@ def run(
     parameters = _checked_parameters(recipe, overrides, changes, stages, joins="worker" not in there)
     with _ended_with_an_error(there, but=Exception):  # from the run's creation on: it goes on without being followed
         with _ended_with_an_error(there), stages_beside(stages) as making:
-            if there.keys() >= SERVICES:
-                environment = use(recipe)
-            else:
-                environment = bring_up(ports_for(there), pool_of(there), check=making.check)
+            environment = use(recipe) if there.keys() >= SERVICES else bring_up(ports_for(there), check=making.check)
             making.wait()
             from flows.deploy.deployed_run import check_completed, follow, result_of, start_run
 

@@ -10,6 +10,7 @@ if __name__ == "__main__":  # before the imports that take seconds, so that a wr
     main("sweep")
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -143,6 +144,9 @@ class Trials:
         if value is None:
             trial.set_user_attr("mlflow_run_id", child.run_id)  # of one that has a value whoever asked for it does
             raise ValueError(f"run {config.run_name} never logged {self.search.metric}")
+        if not math.isfinite(value):
+            trial.set_user_attr("mlflow_run_id", child.run_id)
+            raise ValueError(f"run {config.run_name}: {self.search.metric} is {value} at its end, which is no result")
         return TrainedRun(value, child.run_id)
 
     def _once(self, name: str, train: Callable[[], TrainedRun]) -> TrainedRun:
@@ -217,11 +221,19 @@ def _reason(error: Exception) -> str:
     return ": ".join([how, *(line.removeprefix("error: ") for line in said[-1:])])
 
 
+def _of_one_type(column: pd.Series) -> pd.Series:
+    """As a file of columns needs it: choices of several types, such as auto and 24, and lists as JSON."""
+    kinds = {type(value) for value in column.dropna()}
+    if len(kinds) < 2 and not kinds & {list, dict}:
+        return column
+    return column if kinds <= {int, float} else column.map(json.dumps, na_action="ignore")
+
+
 def _conclude(study: optuna.Study, tracker: Tracker) -> dict[str, Any]:
     rows: list[Mapping[str, Any]] = [
         {"trial": t.number, "state": t.state.name, "value": t.value, **t.params, **t.user_attrs} for t in study.trials
     ]
-    tracker.log_table(pd.DataFrame(rows), "trials.parquet")
+    tracker.log_table(pd.DataFrame(rows).apply(_of_one_type), "trials.parquet")
     create_table_artifact([dict(row) for row in rows], key="sweep", description=study.study_name)
     complete = study.get_trials(states=[TrialState.COMPLETE])
     if not complete:

@@ -19,7 +19,7 @@ from tasks.config.errors import ConfigError
 from tasks.config.measurement import Measurement
 from tasks.config.overrides import NoChange
 from tasks.config.tree import NO_OVERRIDES, Recipe, TrainOverrides
-from tasks.records.comparison import paired_gain
+from tasks.records.comparison import ComparisonError, paired_gain
 from tasks.records.model_registry import (
     ITERATION,
     REGRESSION,
@@ -40,6 +40,7 @@ from tasks.system.late_mlflow import ModelVersion
 from tasks.system.stopwatch import Stopwatch
 
 BASE = "base"
+UNLIKE = "version {0.version}, the champion, could not be measured as it was"
 FOUND_WORSE = "Regression"
 """Name of the state of a sweep that found one. Its type is Completed: a finding is no failure of the sweep, and the
 event `prefect.flow-run.Regression` tells an automation the two apart."""
@@ -54,9 +55,9 @@ def validation_sweep(
     All weights are drawn with the same prompts and noise, so every comparison is paired. The registry's alias
     `champion` moves to a version that is significantly better than the champion so far (the base model, where there
     is none), unless the guards of the run that trained it flagged it. A version that is significantly worse than
-    either is tagged and sends the event `doubleflow.regression`; this flow run then ends as Regression, with a sentence
-    for each. One whose files are no weights of the recipe's model, as of a LoRA of another rank or scale, is left out
-    with a sentence. A sweep that was killed goes on with what is left.
+    either, or has rewards for too few prompts to say so, is tagged and sends the event `doubleflow.regression`; this
+    flow run then ends as Regression, with a sentence for each. One whose files are no weights of the recipe's model, as
+    of a LoRA of another rank or scale, is left out with a sentence. A sweep that was killed goes on with what is left.
 
     Args:
         config: the recipe; its experiment_name is the registered model.
@@ -181,22 +182,26 @@ class Sweep:
         tables = {"base": self.measured.table(BASE), "best": None}
         if best is not None:
             tables["best"] = self.measured.table(f"{best.name}/{best.version}")
-        gains = {
-            name: None if other is None else paired_gain(table, other, "reward", self.measurement.confidence)
-            for name, other in tables.items()
-        }
-        return Verdict(**gains)
+        try:
+            gains = {
+                name: None if other is None else paired_gain(table, other, "reward", self.measurement.confidence)
+                for name, other in tables.items()
+            }
+        except ComparisonError as error:
+            return Verdict(None, None, str(error))
+        return Verdict(gains["base"], gains["best"])
 
     def _judge(
         self, version: ModelVersion, verdict: Verdict, best: ModelVersion | None, tracker: Tracker
     ) -> str | None:
         if verdict.better:
-            doubt = promote(self.measured.client, version)
+            unlike = best is not None and verdict.best is None
+            doubt = UNLIKE.format(best) if unlike else promote(self.measured.client, version)
             told = "is the new champion" if doubt is None else f"is better and not made the champion: {doubt}"
             get_run_logger().info("%s version %s %s", version.name, version.version, told)
-        if verdict.worse is None:
+        if verdict.wrong is None:
             return None
-        text = f"{version.name} version {version.version} is worse than {verdict.worse}"
+        text = f"{version.name} version {version.version} {verdict.wrong}"
         get_run_logger().warning(text)
         is_below_best = best is not None and verdict.best is not None and verdict.best.high < 0
         subject = f"{best.name}/{best.version}" if best is not None and is_below_best else BASE

@@ -24,7 +24,7 @@ from flows.deploy.service_processes import (
 from flows.deploy.service_record import (
     ENVIRONMENT,
     HERE,
-    POOL,
+    Pool,
     ServiceError,
     clear_services,
     hold_services,
@@ -43,14 +43,15 @@ ADDRESSES = {"prefect": "PREFECT_API_URL", "mlflow": "MLFLOW_TRACKING_URI"}
 
 def bring_up(
     ports: Mapping[str, int],
-    pool: str = POOL_NAME,
-    runs: int = RUNS,
+    pool: str | None = None,
+    runs: int | None = None,
     gpus: int | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> dict[str, str]:
     """Start what is not up yet, or nothing; the variables that lead to it, which this process has then, too.
 
     Args:
+        pool: which work pool; left out, as runs at a time and GPUs may be, that of what is up, or the usual one.
         check: called while the servers start; where it raises, nothing stays that this has started.
     """
     with hold_services():
@@ -64,20 +65,23 @@ def bring_up(
                 require_free_port(name, port)
         if not there:
             clear_services()
-        urls = _urls(ports["prefect"], ports["mlflow"])
+        urls = _home_of(there) | _urls(ports["prefect"], ports["mlflow"])
+        asked = _pool(there, pool, runs, gpus)
         write_private(ENVIRONMENT, exports(urls | access))
-        write_private(POOL, pool)
+        asked.record()
         # Never as an argument: every user of the machine sees those.
         environment = os.environ | urls | access | dvc_environment(Path.cwd())
         try:
             _start_servers(there, ports, urls, environment | server_settings(access, ports["prefect"]), check)
-            gpus = _gpu_count() if gpus is None else gpus
-            typer.echo(f"pool {pool} ({runs} runs at a time, {gpus} GPUs), deployments of prefect.yaml ...")
-            _prepare_server(environment, pool, runs, gpus)
+            typer.echo(
+                f"pool {asked.name} ({asked.runs} runs at a time, {asked.gpus} GPUs), deployments of prefect.yaml ..."
+            )
+            _prepare_server(environment, asked)
             fail_dead_runs()
             if "worker" not in there:
                 typer.echo("worker ...")
-                start_process("worker", ["prefect", "worker", "start", "--pool", pool, "--name", WORKER], environment)
+                worker = ["prefect", "worker", "start", "--pool", asked.name, "--name", WORKER]
+                start_process("worker", worker, environment)
         except BaseException:
             for name, process in reversed(living_processes().items()):
                 if name not in there:
@@ -110,9 +114,25 @@ def ports_for(there: Mapping[str, psutil.Process]) -> dict[str, int]:
     return {name: urlsplit(written.get(ADDRESSES[name], "")).port or port for name, port in PORTS.items()}
 
 
-def pool_of(there: Mapping[str, psutil.Process]) -> str:
-    """That of what is there; else the usual one."""
-    return POOL.read_text() if there and POOL.is_file() else POOL_NAME
+def _pool(there: Mapping[str, psutil.Process], name: str | None, runs: int | None, gpus: int | None) -> Pool:
+    """What is asked for; what is not said as it is up, or as usual.
+
+    Raises:
+        ServiceError: the worker that is up is of another pool.
+    """
+    up = Pool.recorded() if there else None
+    if up is not None and "worker" in there and name not in (None, up.name):
+        raise ServiceError(f"the worker is up in pool {up.name}, not in {name}: leave --pool out, or `make down` first")
+    if up is None:
+        up = Pool(POOL_NAME, RUNS, _gpu_count() if gpus is None else gpus)
+    return Pool(name or up.name, up.runs if runs is None else runs, up.gpus if gpus is None else gpus)
+
+
+def _home_of(there: Mapping[str, psutil.Process]) -> dict[str, str]:
+    """Where Prefect has its data base: with this folder, so that two checkouts have one each, unless somebody says."""
+    written = exported(ENVIRONMENT) if there and ENVIRONMENT.is_file() else {}
+    given = written.get("PREFECT_HOME") or os.environ.get("PREFECT_HOME") or str(Path.cwd() / ".prefect")
+    return {"PREFECT_HOME": given}
 
 
 def _urls(prefect_port: int, mlflow_port: int) -> dict[str, str]:
@@ -174,12 +194,12 @@ def _address(port: int) -> list[str]:
     return ["--host", "127.0.0.1", "--port", str(port)]
 
 
-def _prepare_server(environment: Mapping[str, str], pool: str, runs: int, gpus: int) -> None:
+def _prepare_server(environment: Mapping[str, str], pool: Pool) -> None:
     """Work pool, GPU limit, deployments and automations; those that exist are brought up to date."""
     _enter(environment)
     from flows.deploy.prefect_server import set_up_pool, update_automations
 
-    set_up_pool(pool, runs, f"{pool}-gpus", gpus)
+    set_up_pool(pool.name, pool.runs, f"{pool.name}-gpus", pool.gpus)
     _deploy(environment, "--all")
     update_automations()
 

@@ -179,10 +179,13 @@ def result_of(run: FlowRun) -> Any:
     """What a completed run returned, which its process wrote into a folder of this machine.
 
     That folder is the worker's: a PREFECT_HOME of this process has another one.
+
+    Raises:
+        RunError: it left none.
     """
     metadata = _state(run).data
-    assert isinstance(metadata, ResultRecordMetadata)
-    assert metadata.storage_key is not None
+    if not isinstance(metadata, ResultRecordMetadata) or metadata.storage_key is None:
+        raise RunError(f"the flow run {run.name} is Completed and left no result, as where somebody set that by hand")
     folder = LocalFileSystem(basepath=str(Path(metadata.storage_key).parent))
     return ResultStore(result_storage=folder, serializer=metadata.serializer).read(metadata.storage_key).result
 

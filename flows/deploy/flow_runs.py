@@ -10,7 +10,7 @@ import psutil
 import typer
 
 from flows.deploy.service_processes import ask_to_end
-from flows.deploy.service_record import ENVIRONMENT, POOL
+from flows.deploy.service_record import ENVIRONMENT, Pool
 from tasks.system.access import exported
 from tasks.system.late_mlflow import mlflow
 
@@ -26,7 +26,8 @@ def end_worker_flow_runs(worker: psutil.Process | None) -> None:
     A server that does not answer keeps nothing alive: the next `up` makes up for it.
     """
     processes = _flow_processes(worker)
-    if not ENVIRONMENT.is_file() or not POOL.is_file():
+    pool = Pool.recorded()
+    if not ENVIRONMENT.is_file() or pool is None:
         return ask_to_end(processes.values())
     os.environ |= exported(ENVIRONMENT) | {"PREFECT_CLIENT_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
     from prefect.context import refresh_global_settings_context
@@ -34,11 +35,10 @@ def end_worker_flow_runs(worker: psutil.Process | None) -> None:
     from flows.deploy import prefect_server
 
     refresh_global_settings_context()
-    pool = POOL.read_text()
-    _attempt("Prefect", lambda: prefect_server.pause_pool(pool))
+    _attempt("Prefect", lambda: prefect_server.pause_pool(pool.name))
     ask_to_end(processes.values())
     message = "`make down` ended its process. Started again, a training run continues from its newest checkpoint."
-    ended = _attempt("Prefect", lambda: prefect_server.end_flow_runs(pool, WORKER, list(processes), message))
+    ended = _attempt("Prefect", lambda: prefect_server.end_flow_runs(pool.name, WORKER, list(processes), message))
     if count := max(len(processes), len(ended or [])):
         typer.echo(f"ended {count} flow run{'s' * (count > 1)}: a training run that is started again continues")
     _attempt("MLflow", fail_dead_runs)

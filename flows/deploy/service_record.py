@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,33 @@ ENVIRONMENT = HERE / "environment"
 POOL = HERE / "pool"
 LARGEST_PID = 2**22
 """proc(5), pid_max."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The work pool of what is up, how many flow runs it lets run at once, and the machine's GPUs."""
+
+    name: str
+    runs: int
+    gpus: int
+
+    def record(self) -> None:
+        """Have it known to whoever comes next."""
+        write_private(POOL, json.dumps(asdict(self)))
+
+    @classmethod
+    def recorded(cls) -> "Pool | None":
+        """The one that was recorded, as long as the servers or the worker live; None without.
+
+        Raises:
+            ServiceError: the record is damaged, or of an older version.
+        """
+        if not POOL.is_file():
+            return None
+        try:
+            return cls(**json.loads(POOL.read_text()))
+        except (ValueError, TypeError) as error:
+            raise ServiceError(f"{POOL} does not say which work pool is up ({error}): remove it") from error
 
 
 class ServiceError(DoubleflowError, RuntimeError):

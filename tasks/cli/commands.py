@@ -201,7 +201,7 @@ def report(
         from tasks.records.history import RunHistory
         from tasks.records.tracking import mlflow_client
 
-        typer.echo(flow_of("report")(RunHistory(mlflow_client(place), found), own))
+        typer.echo(flow_of("report")(RunHistory(mlflow_client(place), found), own, folder))
 
 
 def _found(run: str, runs: Path, tracking: str | None) -> tuple[str, Path | None, str | None]:

@@ -13,6 +13,10 @@ PAIR = ("set", "steps", "guidance", "seed", "uid", "sample_index")
 """Columns that name a picture: two sets of weights draw it from the same prompt and the same noise."""
 
 
+SAME = 1e-9
+"""Differences of a value, relative to it, that rounding makes."""
+
+
 class ComparisonError(DoubleflowError, ValueError):
     """Two measurements cannot be compared."""
 
@@ -43,10 +47,10 @@ def score_columns(table: pd.DataFrame) -> list[str]:
 def mean_interval(values: np.ndarray, confidence: float, resamples: int = 9999) -> Interval:
     """The mean of independent values [N], N > 1, and its BCa bootstrap interval (Efron 1987); seeded.
 
-    Values that are all equal have an interval of no width.
+    Values that are all equal, as far as they are exact, have an interval of no width.
     """
     mean = float(np.mean(values))
-    if np.ptp(values) == 0:
+    if np.ptp(values) <= SAME * np.abs(values).max():  # with rounding alone for a spread the bootstrap gives NaN
         return Interval(mean, mean, mean)
     from scipy.stats import bootstrap  # here: a second of work, once there is something to compare
 

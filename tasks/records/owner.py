@@ -101,6 +101,11 @@ def close_dead_runs(
     return closed
 
 
+def without_a_word(run: Run) -> str | None:
+    """How a run has ended of which MLflow says that it is running; None of one that may be alive, or has ended."""
+    return _why_dead(run, None) if run.info.status == "RUNNING" else None
+
+
 def _active_experiments(client: MlflowClient) -> list[str]:
     """Ids of the experiments that are not deleted."""
     search = partial(client.search_experiments, view_type=mlflow.entities.ViewType.ACTIVE_ONLY)

@@ -107,7 +107,7 @@ def tiles(recorded: Recorded) -> list[Tile]:
         found.append(Tile("an iteration", duration(seconds), f"{images / seconds:.3g} images a second"))
     hours, gpu_hours = (last_of(recorded, f"cost/{name}") for name in ("hours", "gpu_hours"))
     if math.isfinite(hours):
-        used = f"{gpu_hours:.3g} GPU-hours" if gpu_hours else "no GPU"
+        used = f"{_three_digits(gpu_hours)} GPU-hours" if gpu_hours else "no GPU"
         sampled = f"{last_of(recorded, 'cost/images'):,.0f} images"
         found.append(Tile("cost so far", duration(3600 * hours), f"{used}, {sampled}"))
     return found
@@ -286,7 +286,12 @@ def duration(seconds: float) -> str:
         return "unknown"
     if seconds < 90:
         return f"{seconds:.3g} s"
-    return f"{seconds / 60:.3g} min" if seconds < 5400 else f"{seconds / 3600:.3g} h"
+    return f"{seconds / 60:.3g} min" if seconds < 5400 else f"{_three_digits(seconds / 3600)} h"
+
+
+def _three_digits(value: float) -> str:
+    """All of a large number: 1,580, and not 1.58e+03."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def moment(milliseconds: int | None) -> str:

@@ -66,10 +66,15 @@ def _label(name: str, steps: int, guided_by: str | None, guidance: float) -> str
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a version compares, each None where there is nothing to compare it with."""
+    """How a version compares, each None where there is nothing to compare it with.
+
+    Attributes:
+        unmeasured: why it cannot be compared with one that was measured, in words: too little of it has a reward.
+    """
 
     base: Interval | None
     best: Interval | None
+    unmeasured: str | None = None
 
     @property
     def better(self) -> bool:
@@ -78,11 +83,17 @@ class Verdict:
         return against is not None and against.low > 0
 
     @property
-    def worse(self) -> str | None:
-        """What it is significantly worse than, in words."""
+    def wrong(self) -> str | None:
+        """What it is significantly worse than, in words, or why that cannot be said."""
+        if self.unmeasured is not None:
+            return f"cannot be judged: {self.unmeasured}"
+        return f"is worse than {self._worse_than}" if self._worse_than else None
+
+    @property
+    def _worse_than(self) -> str:
         worse = {"the base model": self.base, "the best so far": self.best}
         found = [f"{name} by {gain}" for name, gain in worse.items() if gain is not None and gain.high < 0]
-        return " and ".join(found) or None
+        return " and ".join(found)
 
 
 def for_measuring(config: TrainConfig, measurement: Measurement) -> TrainConfig:

@@ -138,9 +138,7 @@ def _tracker(config: TrainConfig, name: str, run_id: str | None) -> Tracker:
     try:
         return Tracker(config.tracking, name, run_id)
     except RunGone as error:
-        error.add_note(
-            f"for a new one, set mlflow_run_id in {config.run_dir / RUN_RECORD} to null, and keep all else"
-        )
+        error.add_note(f"for a new one, set mlflow_run_id in {config.run_dir / RUN_RECORD} to null, and keep all else")
         raise
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How two runs' metrics compare, and how far a run may be shortened. Whole runs: `platform/test_reproduce.py`."""
 
+import json
 import os
 import signal
 import sys
@@ -9,7 +10,7 @@ from threading import Thread
 
 import pytest
 
-from flows.reproduce import _call, check_recorded, compare_metrics, shortened
+from flows.reproduce import DIFFERENT, _call, as_rows, check_recorded, compare_metrics, shortened
 from tasks.cli.stopping import Stopped, handled, raise_it
 from tasks.config.errors import ConfigError
 from tasks.config.sweep import SweepConfig
@@ -47,6 +48,15 @@ def test_outcomes_metric_by_metric() -> None:
         "nan": "equal",
         "infinite": "equal",
         "infinite no more": "different",
+    }
+
+
+def test_what_is_missing_has_no_difference_that_json_could_not_have() -> None:
+    outcomes = compare_metrics({"a": {0: 1.0}, "b": {0: 2.0}}, {"a": {}, "b": {0: 2.5}}, 1, 1e-3)
+    rows = json.loads(json.dumps(as_rows(outcomes), allow_nan=False))
+    assert {row["metric"]: (row["outcome"], row["difference"]) for row in rows} == {
+        "a": (DIFFERENT, None),
+        "b": (DIFFERENT, 0.25),
     }
 
 

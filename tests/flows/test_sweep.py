@@ -10,11 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import optuna
+import pandas as pd
 import pytest
 from optuna.trial import TrialState
 
 import flows.sweep
-from flows.sweep import TrainedRun, Trials, run_trials
+from flows.sweep import TrainedRun, Trials, _of_one_type, run_trials
 from tasks.actors.child_run import ChildDied
 from tasks.config.errors import ConfigError
 from tasks.config.recipes import parse_settings
@@ -126,6 +127,40 @@ def test_a_trial_without_a_value_tells_its_run(tmp_path: Path, monkeypatch: pyte
     run_trials(study, runs, prepare_trials(study, search), parallel=1)
     (trial,) = study.trials
     assert (trial.state, trial.user_attrs["mlflow_run_id"]) == (TrialState.FAIL, "run 7")
+
+
+class EndsWithNothing(SilentRun):
+    """Its last value is no number, as after an iteration of which all rewards are missing."""
+
+    def new_values(self, metric: str) -> Iterator[tuple[int, float]]:
+        yield from ((1, 0.5), (2, float("nan")))
+
+
+def test_a_trial_that_ends_with_no_number_has_failed_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flows.sweep, "child_run", lambda *_: nullcontext(EndsWithNothing()))
+    search, told = SweepConfig(sampler="random", trials=1, space={"trainer.seed": {"choices": [5]}}), list[str]()
+    tracker: Any = SimpleNamespace(client=None, run_id=None)
+    study, runs = open_study(search, tmp_path), Trials(TrainConfig(), search, tmp_path, tracker, environment={})
+    run_trials(study, runs, prepare_trials(study, search), parallel=1, tell=told.append)
+    (trial,) = study.trials
+    assert trial.state == TrialState.FAIL
+    assert "is nan at its end" in trial.user_attrs["error"]
+    assert len(told) == 1
+
+
+def test_the_trials_of_choices_of_several_types_are_a_table(tmp_path: Path) -> None:
+    """Hours of training would end in a traceback, and so would each start after it."""
+    table = pd.DataFrame(
+        {"size": ["auto", 24, None], "on": [True, 0.5, 1], "range": [[0, 4], [1, 2], None], "lr": [1, 2.5, None]}
+    )
+    table.apply(_of_one_type).to_parquet(tmp_path / "trials.parquet")
+    read = pd.read_parquet(tmp_path / "trials.parquet")
+    assert read["size"].dropna().tolist() == ['"auto"', "24"]
+    assert read["on"].tolist() == ["true", "0.5", "1"]
+    assert read["range"].dropna().tolist() == ["[0, 4]", "[1, 2]"]
+    assert read["lr"].tolist()[:2] == [1, 2.5]
 
 
 def test_an_error_that_is_no_dead_child_ends_the_sweep(tmp_path: Path) -> None:

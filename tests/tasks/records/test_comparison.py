@@ -69,3 +69,9 @@ def test_a_picture_that_a_measurement_has_twice_is_no_pair() -> None:
 def test_equal_differences_have_an_interval_of_no_width() -> None:
     interval = mean_interval(np.full(5, 0.25), 0.95)
     assert (interval.low, interval.mean, interval.high) == (0.25, 0.25, 0.25)
+    rounded = np.full(16, 0.2)
+    rounded[::2] = np.nextafter(0.2, 1)
+    interval = mean_interval(rounded, 0.95)
+    assert interval.low == interval.high == pytest.approx(0.2)
+    spread = mean_interval(np.linspace(-1e-12, 3e-12, 16), 0.95)
+    assert spread.low < spread.mean < spread.high, "small is not equal"

@@ -4,6 +4,7 @@
 import json
 import logging
 import re
+import subprocess
 import tempfile
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -19,17 +20,19 @@ from flows.compare import render as render_both
 from flows.report import report
 from tasks.config.tracking import TrackingConfig
 from tasks.records.history import RunHistory
+from tasks.records.owner import OWNER, Owner
 from tasks.records.tracking import Tracker
 from tasks.report.charts import Series, line_chart, number, spread, thinned, ticks
 from tasks.report.page import render
 from tasks.report.recorded import FRAMES, Recorded, by_prompt, read
 from tasks.report.samples import extremes
-from tasks.report.sections import HELD_OUT, cost, pace, reward_charts, where_time_went
+from tasks.report.sections import HELD_OUT, cost, duration, pace, reward_charts, where_time_went
 from tasks.report.thumbnails import SAMPLE_BYTES, of_sample, thumbnail
 from tasks.run import reporting
 from tasks.run.measuring import Verdict, metrics
 from tasks.run.reporting import RunReport
 from tasks.stages.validation import Validation
+from tasks.system.processes import ProcessIdentity
 from tests.support.mlflow_store import mlflow_in
 from tests.support.recorded_run import HOSTILE, STAGES, config_of, in_memory, in_mlflow, metrics_of, table_of
 
@@ -98,6 +101,23 @@ def history(folder: Path) -> RunHistory:
         tracker = Tracker(settings, "quickstart-1")
     in_mlflow(tracker, 12, 4, ["the number 1", "the number 2", "the number 3", HOSTILE])
     return RunHistory(tracker.client, tracker.run_id)
+
+
+def test_the_page_of_a_run_whose_process_is_gone_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed, it could tell nobody: MLflow calls it running for good, with so many minutes left."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    tracker = Tracker(TrackingConfig(uri=mlflow_in(tmp_path), artifacts=(tmp_path / "artifacts").as_uri()), "killed")
+    in_mlflow(tracker, 3, 2, ["the number 1", "the number 2"])
+    tracker.client.set_terminated(tracker.run_id, "RUNNING")
+    history = RunHistory(tracker.client, tracker.run_id)
+    assert "killed running" in Page(report(history, None, tmp_path).read_text()).text
+    with subprocess.Popen(["true"]) as process:
+        owner = Owner.this()._replace(process=ProcessIdentity.of(process.pid))
+    tracker.client.set_tag(tracker.run_id, OWNER, str(owner))
+    path = report(RunHistory(tracker.client, tracker.run_id), None, tmp_path)
+    assert path.parent == tmp_path
+    assert "ended without a word" in Page(path.read_text()).text
+    assert "min left" not in path.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -411,3 +431,8 @@ def test_the_texts_of_a_reward_that_is_called_reward_are_no_scores() -> None:
     measured = table.assign(set="test", steps=8, guidance=0.0)
     means = metrics(measured, Verdict(None, None), None)
     assert means["val/test/steps_8/reward/reward/mean"] == means["val/reward/mean"] == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(89, "89 s"), (90, "1.5 min"), (5400, "1.5 h"), (5688000, "1,580 h")])
+def test_a_duration_as_a_person_says_it(seconds: float, said: str) -> None:
+    assert duration(seconds) == said

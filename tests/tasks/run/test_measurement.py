@@ -121,7 +121,14 @@ def test_a_verdict_needs_an_interval_without_zero(
 ) -> None:
     """Better than the best so far, or than the base where there is none; worse than either."""
     verdict = Verdict(base, best)
-    assert (verdict.better, verdict.worse) == (better, worse)
+    assert (verdict.better, verdict.wrong) == (better, worse and f"is worse than {worse}")
+
+
+def test_what_cannot_be_compared_is_wrong_and_not_better() -> None:
+    verdict = Verdict(None, None, "only 0 prompts have a reward in both measurements: at least 2 are needed")
+    assert not verdict.better
+    assert verdict.wrong is not None
+    assert verdict.wrong.startswith("cannot be judged: only 0 prompts have")
 
 
 @pytest.mark.parametrize(("targets", "refused"), [(["a", "b"], False), (["a", None], True)])
