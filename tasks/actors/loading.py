@@ -5,6 +5,7 @@ Ray waits for ever, at the first start and where it starts an actor again. An ac
 it: it waits for room on the cluster, behind other runs.
 """
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ from tasks.actors.waiting import get, wait
 
 FIELD = "ray_init.start_timeout_s"
 LOOK_SECONDS = 1.0
+MOST_STARTS = 5
+"""Processes of an actor that die one after the other before one has loaded; with a machine that is lost goes one."""
 
 
 class NotLoaded(DoubleflowError, RuntimeError):
@@ -41,6 +44,7 @@ def get_loaded(
         NotLoaded: one has not, and is killed.
     """
     since: dict[int, float] = {}
+    begun: dict[int, int] = {}
     while True:
         try:
             found: list[Any] = get(list(answers), min(LOOK_SECONDS, seconds))
@@ -50,6 +54,12 @@ def get_loaded(
                 raise
         answered = wait(answers, 0)
         late = [number for number, answer in enumerate(answers) if answer not in answered]
+        starts = {number: _starts(actors[number]) for number in late}
+        begun = starts | begun
+        if dying := [number for number in late if starts[number] - begun[number] >= MOST_STARTS]:
+            for number in dying:
+                ray.kill(actors[number])
+            raise dies_at_once([names[number] for number in dying])
         now = time.monotonic()
         since |= {number: now for number in late if number not in since and _has_process(actors[number])}
         hung = [number for number in late if now - since.get(number, now) >= seconds]
@@ -67,8 +77,18 @@ def not_loaded(names: Sequence[str], seconds: float) -> NotLoaded:
     )
 
 
+def dies_at_once(names: Sequence[str]) -> NotLoaded:
+    """The error of actors whose processes died one after the other before they had loaded."""
+    return NotLoaded(
+        f"{', '.join(names)}: {MOST_STARTS} processes died one after the other as they began; the logs of Ray's "
+        f"workers say why. On a cluster of several machines each needs the folder {os.getcwd()}, from which a config's "
+        "paths count, and a trainer.compile_cache that can be written"
+    )
+
+
 class LoadWatch:
-    """Looks at actors that Ray starts again, of which one may hang while it loads; one that does is ended.
+    """Looks at actors that Ray starts again, of which one may hang while it loads, or die each time that it begins; one
+    that does is ended.
 
     Args:
         seconds: for an actor to load, from when its process is seen to be there.
@@ -81,14 +101,23 @@ class LoadWatch:
         self.seconds = seconds
         self.error: NotLoaded | None = None
         self._since: dict[tuple[str, int], float] = {}
+        self._begun: dict[str, int] = {}
 
     def look(self, actors: Mapping[str, Any]) -> None:
         """Note which of the actors, by what they are called, load now, and end those that have for too long."""
-        now, loading = time.monotonic(), dict[tuple[str, int], float]()
+        now, loading, dying = time.monotonic(), dict[tuple[str, int], float](), list[str]()
         for name, actor in actors.items():
-            if starts := _starts_while_loading(actor):
+            found = _state_of(actor)
+            if starts := _starts_while_loading(found):
                 loading[name, starts] = self._since.get((name, starts), now)
+            starts = found.get("NumRestarts", 0)
+            self._begun[name] = starts if found.get("State") == "ALIVE" else self._begun.get(name, starts)
+            dying += [name] if starts - self._begun[name] >= MOST_STARTS else []
         self._since = loading
+        if dying:
+            self.error = dies_at_once(dying)
+            for name in dying:
+                ray.kill(actors[name])
         hung = [name for (name, _), since in loading.items() if now - since >= self.seconds]
         if hung:
             self.error = not_loaded([f"{name}, which was started again" for name in hung], self.seconds)
@@ -124,9 +153,14 @@ def _has_process(actor: Any) -> bool:
     return bool(_state_of(actor).get("Address", {}).get("IPAddress"))
 
 
-def _starts_while_loading(actor: Any) -> int:
-    """How often it was started again, this time included; 0 where it has no process whose constructor is at work."""
-    found = _state_of(actor)
+def _starts(actor: Any) -> int:
+    """How often it was started again."""
+    return int(_state_of(actor).get("NumRestarts", 0))
+
+
+def _starts_while_loading(found: Mapping[str, Any]) -> int:
+    """Of `_state_of`: how often it was started again, this time included; 0 where it has no process whose constructor
+    is at work."""
     loads = found.get("State") == "RESTARTING" and found["Address"]["IPAddress"]
     return found["NumRestarts"] if loads else 0
 

@@ -13,12 +13,13 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayTaskError
 
 from models.errors import DoubleflowError
 from tasks.actors.actor_group import ActorGroup
 from tasks.actors.call_ends import CallEnd
 from tasks.actors.loading import ended_for_good, get_loaded, not_loaded
+from tasks.actors.machines import MachineLost
 from tasks.actors.rank_places import RankPlaces
 from tasks.actors.reward_model import RewardModel
 from tasks.actors.reward_worker import RewardRaised, RewardWorker, said
@@ -175,6 +176,7 @@ class RewardPool:
         """What a call returns. One that failed because its worker's machine was lost is made again, and is no try.
 
         Raises:
+            MachineLost: with the reward model's server, beside which the worker has to be.
             NotLoaded: the worker is there, and does not answer in so many seconds; or it was started again, and has
                 not loaded in `load_seconds`.
         """
@@ -187,6 +189,11 @@ class RewardPool:
                     if ended_for_good(actor):
                         raise not_loaded([f"{name}, which was started again"], self.load_seconds) from None
                     raise
+            except ActorUnschedulableError as error:  # it is beside the reward model's server, where alone that answers
+                raise MachineLost(
+                    f"{name}: the machine of the reward model's server is lost, and with it {name}, which is beside "
+                    "it; once the cluster has room for both again, the same command continues"
+                ) from error
             call = call.again()
 
     def collect(

@@ -178,7 +178,7 @@ class TrainerGroup:
         if isinstance(first, GatheredWeights):
             source, arrived = reference(first.tensors), None
         else:
-            source = self._for_restarts(which) if rollout.settings.max_restarts else None
+            source = self._for_restarts(rollout, which) if rollout.settings.max_restarts else None
             arrived = number, self.group.get([reference(of_rank.amount) for of_rank in sent])[0].buckets
         loaded = rollout.load_weights(source, known, proof, version, limits, arrived, self.group.begun)
         self._velocity = velocity
@@ -201,13 +201,14 @@ class TrainerGroup:
             for actor, route in zip(ranks, routes, strict=True)
         ], number
 
-    def _for_restarts(self, which: HeldWeights) -> ray.ObjectRef:
+    def _for_restarts(self, rollout: RolloutGroup, which: HeldWeights) -> ray.ObjectRef:
         """The weights for a worker that will have to be started again, or who copies them then.
 
         The trainer holds what the rollout samples from until the next update, so only one that takes place meanwhile
-        needs a copy beforehand.
+        needs a copy beforehand. So does a worker whose machine may be lost alone: Ray repeats its calls elsewhere where
+        a rank wants their samples, and that rank answers nobody until it has them.
         """
-        if self.trains_meanwhile:
+        if self.trains_meanwhile or rollout.settings.weight_transport == "collective":
             return self._copied(which)
         if which not in self._holders:
             self._holders[which] = ray.put(HeldByTrainer(tuple(self.group.actors), which))

@@ -12,16 +12,18 @@ live on.
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
 from tasks.system.processes import ProcessIdentity, wait_or_kill, wait_until_ended
+from tasks.system.signals import kept_from_below
 
 ROOT = Path(__file__).parents[2]
 GRACE_SECONDS = 5
@@ -33,6 +35,7 @@ where nobody is left in between."""
 APART = ("sh", "-c", 'exec 3<&0; "$@" <&3 3<&- &', "sh")
 """Starts a command that has this process's pipes and is not its child; in the background a shell gives no input of its
 own accord."""
+ENDS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 ROUNDS = 3
 """A daemon that is being ended may just have started another process: so look again."""
 TIDY = ("tasks.actors.watchdog", "multiprocessing.resource_tracker")
@@ -52,19 +55,27 @@ def watchdog(folder: Path | None = None) -> Iterator[None]:
     own = {name: value for name, value in os.environ.items() if name != MARK}  # not below any other one's block
     command = [sys.executable, "-m", "tasks.actors.watchdog", mark, *([] if folder is None else [str(folder)])]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([*APART, *command], start_new_session=True, env=own, cwd=ROOT, **pipes)
+    with kept_from_below(*ENDS):  # a batch system tells all of a job's processes, and this one is the last of them
+        process = subprocess.Popen([*APART, *command], start_new_session=True, env=own, cwd=ROOT, **pipes)
     assert process.stdin is not None
     assert process.stdout is not None
     process.wait()  # the shell
-    process.stdin.write("".join(f"{member}\n" for member in family))
-    process.stdin.flush()
+    _write(process.stdin, *map(str, family))
     try:
         yield
     finally:
-        process.stdin.write(f"{DONE}\n")
-        process.stdin.close()
+        _write(process.stdin, DONE)
+        with suppress(OSError):  # likewise
+            process.stdin.close()
         process.stdout.read()  # until it is gone
         process.stdout.close()
+
+
+def _write(pipe: IO[str], *lines: str) -> None:
+    """To the watchdog, unless somebody has killed it: what its driver does is none the worse for that."""
+    with suppress(OSError):
+        pipe.write("".join(f"{line}\n" for line in lines))
+        pipe.flush()
 
 
 def own_mark() -> str:

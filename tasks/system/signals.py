@@ -47,12 +47,14 @@ def held_back() -> Iterator[None]:
         return
     heard: list[tuple[int, FrameType | None]] = []
     kinds = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(kind, lambda number, frame: heard.append((number, frame))) for kind in kinds]
+    with kept_from_below(*kinds):  # between the two nothing is heard by half
+        before = [signal.signal(kind, lambda number, frame: heard.append((number, frame))) for kind in kinds]
     try:
         yield
     finally:
-        for kind, handler in zip(kinds, before, strict=True):
-            signal.signal(kind, handler)
+        with kept_from_below(*kinds):
+            for kind, handler in zip(kinds, before, strict=True):
+                signal.signal(kind, handler)
         for number, frame in heard[:1]:
             handler = signal.getsignal(number)
             if callable(handler):
@@ -62,10 +64,10 @@ def held_back() -> Iterator[None]:
 
 
 @contextmanager
-def kept_from_below(kind: signal.Signals) -> Iterator[None]:
-    """Processes that this thread starts in the block do not hear the signal, which a terminal sends to all of a
-    command's; this one does so after it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {kind})
+def kept_from_below(*kinds: signal.Signals) -> Iterator[None]:
+    """Processes that this thread starts in the block do not hear the signals, which a terminal or a batch system sends
+    to all of a command's; this one does so after it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, kinds)
     try:
         yield
     finally:

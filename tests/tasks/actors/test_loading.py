@@ -129,6 +129,47 @@ def test_an_actor_that_hangs_when_it_is_started_again_ends_what_waits_for_it(tmp
     assert ended_for_good(group.actors[0])
 
 
+class DiesAtOnce:
+    """Its first processes live as long as it is told, and all others not at all: as one whose memory is too little."""
+
+    def __init__(self, folder: Path, lives: int):
+        count = len(list(folder.iterdir()))
+        (folder / str(count)).touch()
+        if count >= lives:
+            os._exit(1)
+
+    def process(self) -> int:
+        return os.getpid()
+
+
+DIES = r"5 processes died one after the other as they began; the logs of Ray's workers say why\."
+
+
+def test_an_actor_whose_processes_die_as_they_begin_is_given_up(tmp_path: Path) -> None:
+    """Ray would start one after the other for ever, and so long as none is there no time counts."""
+    group = ActorGroup(DiesAtOnce, 1, 0.0, (tmp_path, 0), max_restarts=-1, max_task_retries=-1)
+    with pytest.raises(NotLoaded, match=rf"^model 0: {DIES}"):
+        group.wait_loaded("model", 10 * PATIENCE, "process")
+    assert ended_for_good(group.actors[0])
+    assert len(list(tmp_path.iterdir())) < 20
+
+
+def test_so_is_one_that_was_started_again(tmp_path: Path) -> None:
+    group = ActorGroup(DiesAtOnce, 1, 0.0, (tmp_path, 1), max_restarts=-1, max_task_retries=-1)
+    (first,) = group.call_all("process")
+    watch, named = LoadWatch(10 * PATIENCE), {"rollout 0": group.actors[0]}
+    watch.look(named)
+    os.kill(first, signal.SIGKILL)
+
+    def given_up() -> bool:
+        watch.look(named)
+        return watch.error is not None
+
+    wait_until(given_up, "the end of its starts", every=0.2)
+    assert re.match(rf"rollout 0: {DIES}", str(watch.error))
+    assert ended_for_good(group.actors[0])
+
+
 def test_an_actor_that_waits_for_room_to_be_started_again_is_left_to_it() -> None:
     group = ActorGroup(Ready, 1, 0.0, num_cpus=1, max_restarts=3, max_task_retries=-1)
     group.call_all("ready")

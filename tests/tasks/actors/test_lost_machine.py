@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,19 @@ from ray._private.authentication import authentication_token_setup as tokens
 from ray.cluster_utils import Cluster
 from ray.exceptions import RayActorError
 
+from models.config.actor import ForwardProcessConfig
 from models.schedulers.noise_keys import NoiseKey
+from models.weights.canary import Canary, CanaryLimits
 from tasks.actors import reward_pool, rollout_group
 from tasks.actors.actor_group import ActorGroup
 from tasks.actors.machines import MachineLost, watched_machines
+from tasks.actors.rank_places import RankPlaces
 from tasks.actors.reward_group import RewardGroup
 from tasks.actors.rollout_group import PendingBatch
+from tasks.actors.trainer_group import TrainerGroup
 from tasks.config.reward import RewardConfig
+from tasks.config.trainer import TrainerConfig
+from tests.support.helpers import actor_config, model_config
 from tests.support.patience import PATIENCE, wait_until
 from tests.support.platform_helpers import FEW_DAEMONS
 from tests.support.weight_actors import PROMPTS, new_rollout
@@ -98,6 +105,45 @@ def test_workers_come_back_elsewhere_and_a_lost_rank_ends_the_run_in_a_sentence(
     (told,) = [record.getMessage() for record in caplog.records if "machine lost" in record.getMessage()]
     assert HOST in told
     assert "trainer 0, rollout 0, reward_brightness 0; rollout 0, reward_brightness 0 will be started" in told
+
+
+@pytest.fixture
+def small_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tiny models sample is in Ray's object store, as what larger ones do: it is lost with its machine."""
+    monkeypatch.setenv("RAY_max_direct_call_object_size", "8000")
+
+
+@pytest.mark.slow
+def test_samples_that_are_lost_before_the_update_has_them_are_made_anew_for_it(
+    small_objects: None, cluster: Cluster, tiny_model: Path, tmp_path: Path
+) -> None:
+    """By a worker elsewhere, which needs weights that were broadcast, while the rank that holds them waits for it."""
+    cluster.add_node(num_cpus=1, **FEW_DAEMONS)
+    settings = TrainerConfig(n_gpus_per_node=1, device="cpu")
+    forward, places = ForwardProcessConfig(), RankPlaces(1, 1, "cpu")
+    trainer = TrainerGroup(
+        model_config(tiny_model), actor_config(), forward, settings, mini_batch_samples=64, places=places
+    )
+    ray.get(trainer.start())
+    first = cluster.add_node(num_cpus=1, **FEW_DAEMONS)
+    rollout = new_rollout(tiny_model, tmp_path, 1)
+    rollout.wait_ready()
+    rollout.settings = rollout.settings.model_copy(update={"weight_transport": "collective"})
+    canary = Canary(rollout.prompt_table([prompt.uid for prompt in PROMPTS]))
+    trainer.broadcast(rollout, canary, 1, CanaryLimits(), "policy")
+    batches = rollout.submit(PROMPTS, 32, 1, (0,))
+    ray.wait([batch.trajectories for batch in batches], num_returns=len(batches), fetch_local=False)
+    advantages = np.tile(np.array([1, -1], np.float32), 32)
+    groups = {"trainer": trainer.group, "rollout": rollout.group}
+    with watched_machines(groups, logging.getLogger("a run"), "go on so") as watch, ThreadPoolExecutor(1) as thread:
+        cluster.add_node(num_cpus=1, **FEW_DAEMONS)
+        cluster.remove_node(first, allow_graceful=False)
+        updated = thread.submit(trainer.update, batches, advantages, None)
+        try:
+            assert updated.result(2 * PATIENCE)["optimizer_steps"] == 1.0
+        finally:
+            ray.kill(trainer.group.actors[0])  # else the thread would wait on
+        wait_until(lambda: watch.metrics() == {"machines/lost": 1.0}, "word of it")
 
 
 @pytest.mark.slow

@@ -44,6 +44,30 @@ with watchdog():
 """
 
 
+def watchdogs(mark: str) -> list[psutil.Process]:
+    """Those of a driver, which are nobody's children."""
+    return [one for one in psutil.process_iter() if {"tasks.actors.watchdog", mark} <= {*words_of(one)}]
+
+
+def test_what_ends_all_of_a_job_does_not_end_its_watchdog() -> None:
+    """As `scancel`, and then SIGKILL: it would have nobody left."""
+    with watchdog():
+        (own,) = watchdogs(os.environ[MARK])
+        for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            own.send_signal(kind)
+        with pytest.raises(psutil.TimeoutExpired):
+            own.wait(1)
+        assert runs(own)
+    wait_until(lambda: not runs(own), "its end with the block")
+
+
+def test_a_block_whose_watchdog_was_killed_ends_as_it_would() -> None:
+    with watchdog():
+        (own,) = watchdogs(os.environ[MARK])
+        own.kill()
+        wait_until_ended([own], PATIENCE)
+
+
 # A driver's process that forks imports nothing here: that would take six seconds, and is not the question.
 RAY_DRIVER = """
 import time
