@@ -34,7 +34,8 @@ from tasks.data.digests import IMAGE_SIDE, TEXT_SIDE, parts_digest
 from tasks.data.embeddings import write_embeddings
 from tasks.data.pairs import common_size, read_pictures, write_pairs
 from tasks.data.preferences import sampled_preferences
-from tasks.data.prompts import build_prompt_table, load_prompts
+from tasks.data.prompt_files import NEGATIVE_UID
+from tasks.data.prompts import Prompt, build_prompt_table, load_prompts
 from tasks.data.text_encoding import TextEncoding, adapter_of, check_adapter_file
 from tasks.rewards import get_reward
 from tasks.run.early import check_folder
@@ -120,7 +121,8 @@ def embeddings(
     encoding = TextEncoding(folder, params)
     if model is None:
         check_adapter_file(encoding.adapter, params.adapter, f"data_sets.{data_set}.embeddings.adapter")
-    encoding.check_lengths(chosen)
+    negative = Prompt(NEGATIVE_UID, encoding.negative_prompt, None, {}, "embeddings.negative_prompt")
+    encoding.check_lengths([*chosen, negative])
     write_embeddings(
         chosen,
         encoding.encode,

@@ -13,8 +13,10 @@ from torch.utils._pytree import tree_map_only
 
 from models.families.base import DiffusionModelBase
 
-VARIANTS = 64
-"""Most compilations of one block's code: they differ in shape, gradient, adapters on or off, kind of block."""
+VARIANTS = 512
+"""Most compilations of one block's code: they differ in shape, gradient, adapters on or off, kind of block. Z-Image's
+blocks of image, text and both share theirs, and 512 tokens are 16 lengths of text: two forms each for each number of
+rows. Beyond this torch would end the run."""
 
 SAME_EVERYWHERE: dict[str, Any] = {"deterministic": True}
 """Inductor's options. It may not choose by a stopwatch how a kernel adds up its rows, or whether a matrix is padded:

@@ -304,7 +304,7 @@ class Generated:
         pictures: [B, H, W, 3] uint8 (video [B, F, H, W, 3]); None unless the request's outputs name PICTURES.
         latents: finished latents [B, ...] fp32; None unless they name LATENTS.
         recorded: what the trainer needs: trajectories, finished latents, or None.
-        finite: [B] bool: are the sample's finished latents, its log-probs and, before they became uint8, its pixels
+        finite: [B] bool: are the sample's finished latents, its log-probs and, as the VAE gave them, its pixels
             free of NaN and infinity? What there is none of is not asked.
     """
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from pydantic import TypeAdapter
 from safetensors.torch import save_file
 
@@ -32,6 +32,10 @@ from tasks.system.files import put_in_place
 COLUMNS = ("pair", "prompt", "image", "chosen", "score")
 SIDES = ("chosen", "rejected")
 FORMATS = ("PNG", "JPEG")
+SIDEWAYS = range(5, 9)
+"""EXIF's orientations that are turned by a quarter."""
+DEEPER = ("I", "F")
+"""Pillow's modes of more than 8 bits, of which it would clip what is above 255."""
 PICTURE_ERRORS = (
     *(OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, struct.error, zlib.error),
     Image.DecompressionBombError,
@@ -116,6 +120,7 @@ def read_pictures(file: Path) -> list[tuple[Pair, dict[str, Any]]]:
     members: dict[str, list[dict[str, Any]]] = {}
     for number, row in enumerate(rows, 1):
         _check_picture_row(row, f"{file}:{number}")
+        row["prompt"] = row["prompt"].strip()  # as a prompt table has it
         members.setdefault(str(row["pair"]), []).append(row)
     return [_checked_pair(file, uid, pictures) for uid, pictures in members.items()]
 
@@ -205,11 +210,21 @@ def write_pairs(
 
 def _pixels(sides: dict[str, Any], side: str, pair: Pair, where: str) -> np.ndarray:
     try:
-        return np.asarray(Image.open(io.BytesIO(sides[side]["image"]), formats=FORMATS).convert("RGB"))
+        picture = ImageOps.exif_transpose(_opened(sides[side]["image"]))  # as whoever chose between them saw it
+        if picture.mode.startswith(DEEPER):
+            raise DatasetError(
+                f"{where}: the {side} picture of pair {pair.uid!r} has more than 8 bits a pixel (mode {picture.mode}): "
+                "save it as 8 bits"
+            )
+        return np.asarray(picture.convert("RGB"))
     except PICTURE_ERRORS as error:
         raise DatasetError(
             f"{where}: the {side} picture of pair {pair.uid!r} is damaged: {error}; replace it or leave the pair out"
         ) from error
+
+
+def _opened(content: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(content), formats=FORMATS)
 
 
 def common_size(pictures: Sequence[tuple[Pair, dict[str, Any]]], where: str) -> tuple[int, int]:
@@ -218,7 +233,9 @@ def common_size(pictures: Sequence[tuple[Pair, dict[str, Any]]], where: str) -> 
     for pair, sides in pictures:
         for side in SIDES:
             try:
-                width, height = Image.open(io.BytesIO(sides[side]["image"]), formats=FORMATS).size
+                picture = _opened(sides[side]["image"])
+                turned = picture.getexif().get(ExifTags.Base.Orientation, 1) in SIDEWAYS
+                width, height = reversed(picture.size) if turned else picture.size
             except PICTURE_ERRORS as error:
                 raise DatasetError(f"{where}: the {side} picture of pair {pair.uid!r} is no PNG or JPEG") from error
             sizes.setdefault((height, width), pair.uid)

@@ -269,6 +269,21 @@ def test_another_data_set_has_stages_of_its_own(made):
         (made / name).write_text(text)
 
 
+@pytest.mark.parametrize(
+    ("file", "stage", "sources"),
+    [
+        ("dvc.yaml", "embeddings", {"embeddings", "text_encoding", "prompts"}),
+        ("dvc.yaml", "preferences", {"preferences", "pairs"}),
+        ("dvc.yaml", "pairs", {"pairs", "digests"}),
+        ("data/words/dvc.yaml", "words_embeddings", {"embeddings", "text_encoding", "prompts"}),
+    ],
+)
+def test_what_writes_a_stages_files_is_a_dependency_of_it(file: str, stage: str, sources: set[str]) -> None:
+    """Else `dvc repro` keeps what a mended module would write anew."""
+    entry = yaml.safe_load((ROOT / file).read_text())["stages"][stage]
+    assert {f"tasks/data/{source}.py" for source in sources} <= {*entry.get("do", entry)["deps"]}
+
+
 def test_every_source_of_the_base_model_is_a_dependency_of_its_stage():
     """dvc.yaml names the files one by one, because a folder would bring its __pycache__ along."""
     stages = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]

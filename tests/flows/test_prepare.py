@@ -225,6 +225,13 @@ def test_pictures_that_do_not_fit_the_model_are_told_by_height_and_width(here: P
             "data is a folder: give the prompt table itself, such as data/prompts.parquet",
         ),
         (
+            (
+                *("embeddings", "--model", MODEL, "--out", "new", "--max-sequence-length", "24"),
+                *("--set", f"negative_prompt={'blurred ' * 40}"),
+            ),
+            "embeddings.negative_prompt: the prompt has ",
+        ),
+        (
             ("embeddings", "--model", MODEL, "--out", "new", "--max-sequence-length", "2"),
             "tokens with its template, but max_sequence_length=2 (prompts that are too long: 6)",
         ),

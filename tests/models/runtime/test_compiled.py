@@ -19,12 +19,19 @@ from models.rollout.diffusers import DiffusersRolloutEngine
 from models.runtime.compile_cache import VARIABLE, use_compile_cache
 from models.runtime.compiled import VARIANTS, OneGraph, compile_decoder
 from models.runtime.recomputation import recomputed
-from models.samples.trajectories import Trajectories
+from models.samples.trajectories import RolloutRequest, Trajectories
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
 from models.weights.canary import Canary
 from models.weights.trainable import trainable
-from tests.support.helpers import actor_config, model_config, rollout_request, save_tiny_model
+from tests.support.helpers import (
+    actor_config,
+    model_config,
+    noise_keys,
+    rollout_request,
+    save_tiny_model,
+)
+from tests.support.tiny_models import FAMILIES, embeddings_of
 
 ADVANTAGES = torch.tensor([1.0, -0.8, 0.3, -1.5])
 BLOCKS_OF_TWO = {
@@ -103,6 +110,26 @@ def test_code_is_compiled_once_for_texts_of_every_length(tmp_path: Path, monkeyp
             torch.testing.assert_close(trajectories.log_probs, plain.log_probs, rtol=0.05, atol=0.05)
         compiled.append(compilations())
     assert compiled == compiled[:1] * 4
+
+
+def test_torch_compiles_as_many_forms_of_z_image_as_its_texts_have_lengths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of its blocks share their code, of which too many forms would end the process in the middle of a run."""
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, *, options, **how: compile_with(f, backend="eager", **how))
+    FAMILIES["z_image"].save(tmp_path)
+    sizes = {"height": 16, "width": 24, "num_inference_steps": 1, "guidance_scale": 2.0}
+    config = model_config(tmp_path, lora_rank=4, lora_alpha=8, compile=True, **sizes)
+    rollout, forms = DiffusersRolloutEngine(config, batch_size=2), list[int]()
+    for length in (32, 64, 96):
+        text = embeddings_of(config, [length], 10)
+        rollout.produce(RolloutRequest(noise_keys(1, 2), text, torch.zeros(2, dtype=torch.long), ()))
+        forms.append(counters["stats"]["unique_graphs"])
+    of_a_length = forms[2] - forms[1]
+    assert forms[1] - forms[0] == of_a_length > 0
+    most_lengths, numbers_of_rows = 512 // 32, 8
+    assert of_a_length * most_lengths * numbers_of_rows <= VARIANTS
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -118,6 +118,48 @@ def test_pictures_of_another_size_or_of_no_format_are_named(tmp_path: Path) -> N
 
 
 # ---- a model's own pairs
+
+
+def turned(orientation: int, high: int = 4, wide: int = 6) -> bytes:
+    """A JPEG that is to be shown turned, with its upper half white as it is stored."""
+    pixels, stream, exif = np.zeros((high, wide, 3), np.uint8), io.BytesIO(), Image.Exif()
+    pixels[: high // 2] = 255
+    exif[ExifTags.Base.Orientation] = orientation
+    Image.fromarray(pixels).save(stream, format="JPEG", quality=100, exif=exif)
+    return stream.getvalue()
+
+
+def test_a_picture_is_read_as_it_is_shown(tmp_path: Path) -> None:
+    """Whoever chose it, and wrote its prompt, saw it upright."""
+    name, text, *_ = rows_of("a")[0]
+    sideways = [(name, text, turned(6), True, 0.9), (name, text, png(9, 4, 6), False, 0.1)]
+    assert common_size(read_pictures(table(tmp_path, sideways)), "here") == (6, 4)
+    seen: list[np.ndarray] = []
+
+    def keep(pictures: np.ndarray) -> Tensor:
+        seen.append(pictures)
+        return shades(pictures)
+
+    down = [(name, text, turned(3), True, 0.9), (name, text, png(9), False, 0.1)]
+    write_pairs(read_pictures(table(tmp_path, down)), keep, tmp_path / "pairs", shard_size=2, model_digest="")
+    upside = np.concatenate(seen)[0]
+    assert upside[0].max() < 50
+    assert upside[-1].min() > 200
+
+
+def test_a_picture_of_more_than_8_bits_is_refused(tmp_path: Path) -> None:
+    """What is above 255 would be white."""
+    stream = io.BytesIO()
+    Image.fromarray(np.full((4, 6), 1000, np.uint16)).save(stream, format="PNG")
+    first, second = rows_of("a")
+    rows = [(*first[:2], stream.getvalue(), *first[3:]), second]
+    with pytest.raises(DatasetError, match=r"has more than 8 bits a pixel .*: save it as 8 bits"):
+        write_pairs(read_pictures(table(tmp_path, rows)), shades, tmp_path / "pairs", shard_size=2, model_digest="")
+
+
+def test_a_prompt_is_the_prompt_tables_whatever_blanks_are_around_it(tmp_path: Path) -> None:
+    (pair, _), *_ = read_pictures(table(tmp_path, rows_of("a", " hello \n")))
+    assert pair.prompt_uid == prompt_uid("hello")
 
 
 def test_best_and_worst_of_each_prompt(tmp_path: Path) -> None:
