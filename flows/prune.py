@@ -30,8 +30,9 @@ from tasks.records.run_store import CHECKPOINTS, NAME, SCORES, STAGES, Checkpoin
 from tasks.system.files import bytes_on_disk
 from tasks.system.processes import COPY, identity, maker_lives
 
-RAY, KEPT, VALIDATION, COPIES, WORKTREES, LOGS = KINDS = (
+RAY, RAY_LOGS, KEPT, VALIDATION, COPIES, WORKTREES, LOGS = KINDS = (
     "Ray's session folders of dead clusters",
+    "logs of Ray's processes of old runs that failed",
     "kept stages of old runs (a run started again samples them anew)",
     "validation grids of old runs (MLflow has them, too)",
     "copies of weights that killed validation sweeps measured",
@@ -64,6 +65,7 @@ def leftovers(project: Path, temporary: Sequence[Path], days: float) -> list[Lef
     """
     commands = " ".join(_used_texts())
     found = [(RAY, path) for folder in temporary for path in _ray_sessions(folder, commands)]
+    found += [(RAY_LOGS, path) for folder in temporary for path in _ray_logs(folder, days)]
     found += [(WORKTREES, path) for folder in temporary for path in _worktrees(folder, commands)]
     found += [(COPIES, path) for path in _copies(project / "runs", days)]
     services = project / ".services"
@@ -130,6 +132,15 @@ def _ray_sessions(folder: Path, commands: str) -> Iterator[Path]:
     for path in sorted(path for path in found if RAY_SESSION.fullmatch(path.name)):
         with suppress(FileNotFoundError):  # a cluster that has just ended
             if not path.is_symlink() and _own(path) and path.name not in commands and _quiet(path):
+                yield path
+
+
+def _ray_logs(folder: Path, days: float) -> Iterator[Path]:
+    """What `tasks.actors.ray_files.working_folder` leaves after an error: a folder with logs alone."""
+    for path in sorted(folder.glob("ray-*")):
+        with suppress(OSError):  # somebody's own that may not be read, or one that has just gone
+            alone = not path.is_symlink() and _own(path) and [entry.name for entry in path.iterdir()] == ["logs"]
+            if alone and (path / "logs/raylet.out").is_file() and _is_old(path, days):
                 yield path
 
 

@@ -533,6 +533,14 @@ def made_up(project: Path, temporary: Path) -> tuple[list[Path], list[Path]]:
         list_.append(filled(runs / f"measured-{name}"))
     dead.append(filled(runs / "measured-other-2-gh"))
     os.utime(dead[-1], (time.time() - 20 * 86_400,) * 2)
+    for name, age, beside, list_ in (("old", 20, "", dead), ("new", 1, "", kept), ("at-work", 20, "r", kept)):
+        folder = temporary / f"ray-{name}"
+        (filled(folder / "logs") / "raylet.out").touch()
+        if beside:
+            (folder / beside).mkdir()
+        for path in (folder, *folder.rglob("*")):
+            os.utime(path, (time.time() - age * 86_400,) * 2)
+        list_.append(folder)
     return dead, kept
 
 
