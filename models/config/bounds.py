@@ -27,6 +27,8 @@ MOST_PROCESSES = 4096
 MOST_THREADS = 4096
 """CPUs, or threads, of one machine."""
 MOST_GPUS = 64
+LEAST_SHARE = 1e-4
+"""Of a GPU, that Ray counts."""
 """GPUs of one process, all on one machine."""
 MOST_BATCH = 1_000_000
 """Prompts or samples that are in memory together."""
@@ -223,3 +225,16 @@ RealNumber = Annotated[float, Field(ge=-MOST_REAL, le=MOST_REAL)]
 PositiveWholeNumber = Annotated[int, Field(gt=0, le=MOST_SEED)]
 PositiveRealNumber = Annotated[float, Field(gt=0, le=MOST_REAL)]
 """Of a field that is not known yet: its own bounds count as well."""
+
+
+def _check_gpus(number: float) -> float:
+    """A share of one GPU or whole ones, as Ray gives them."""
+    if (number > 1 and not number.is_integer()) or 0 < number < LEAST_SHARE:
+        raise ValueError(
+            f"{number:g} GPUs cannot be given: take a share of one GPU, from {LEAST_SHARE} on, or whole ones"
+        )
+    return number
+
+
+Gpus = Annotated[float, Field(ge=0, le=MOST_GPUS), AfterValidator(_check_gpus)]
+"""GPUs of a process: a share of one, or a whole number."""

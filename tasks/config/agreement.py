@@ -43,7 +43,7 @@ def check_selection(config: RunSections) -> None:
     if k is not None and 2 * k >= n:
         raise ValueError(
             f"algorithm.best_worst_k is {k}, but the {k} best and {k} worst of rollout.n {n} samples are all there "
-            f"are: take at most {(n - 1) // 2}, raise rollout.n, or leave it out"
+            f"are: {f'take at most {(n - 1) // 2}, ' * (n > 2)}raise rollout.n, or leave it out"
         )
 
 
@@ -252,9 +252,17 @@ def check_guards(config: RunSections) -> None:
         return
     if not config.is_online or every == 0:
         why = "trainer.test_freq is 0" if config.is_online else "algorithm.sample_source is offline"
+        advice = "validate every few iterations, or set action to flag" if config.is_online else "set action to flag"
+        raise ValueError(f"reward.guards.action is stop and {why}: guards are tested at validations, so {advice}")
+
+
+def check_rollout_gpus(config: RunSections) -> None:
+    """On CUDA a worker that shares no rank's GPU has one, or a share."""
+    rollout = config.actor_rollout_ref.rollout
+    if config.trainer.device == "cuda" and not config.shares_gpus and not rollout.num_gpus_per_actor:
         raise ValueError(
-            f"reward.guards.action is stop and {why}: guards are tested at validations, so validate every few "
-            "iterations, or set action to flag"
+            "actor_rollout_ref.rollout.num_gpus_per_actor is 0, but trainer.device is cuda and placement separate: all "
+            "workers would be on the first GPU, beside whatever is there; give each a GPU or a share of one"
         )
 
 
@@ -347,6 +355,7 @@ CHECKS: tuple[Callable[[RunSections], None], ...] = (
     check_cuda_graphs,
     check_profile,
     check_guards,
+    check_rollout_gpus,
     check_text_encoders,
     check_rewards_place,
     check_rewriting,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, ValidationInfo, field_validator, model_validator
 
-from models.config.bounds import MOST_BATCH, MOST_GPUS, MOST_MEGABYTES, MOST_RETRIES, MOST_THREADS
+from models.config.bounds import MOST_BATCH, MOST_MEGABYTES, MOST_RETRIES, MOST_THREADS, Gpus
 from models.config.section import IMPORT_PATH, Later, NotShaping, Section
 from tasks.config.overrides import set_fields
 
@@ -43,10 +43,8 @@ class TextEncoderConfig(Section):
         description="On CUDA: separate takes num_gpus of the cluster; colocated is on the GPU of the first trainer "
         "rank and takes none besides.",
     )
-    num_gpus: NotShaping[float] = Field(
+    num_gpus: NotShaping[Gpus] = Field(
         1.0,
-        ge=0,
-        le=MOST_GPUS,
         description="GPUs on CUDA, where placement is separate: 1, or a share of one that rollout workers or rewards "
         "with shares of their own leave free.",
     )

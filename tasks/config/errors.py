@@ -58,7 +58,7 @@ def near(name: str, known: Iterable[str], most: int = 2) -> str:
 def _sentence(problem: ErrorDetails, path: str, root: type, holder: type | None) -> str:
     kind, value = problem["type"], problem["input"]
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        return _no_field(path, root, holder)
+        return _no_field(path, root, holder, problem["loc"][-1])
     if kind in ("missing", "missing_argument"):
         return f"{path or 'the whole'} is missing"
     if kind == "value_error":
@@ -77,7 +77,10 @@ def _is(value: Any) -> str:
     return f" is {value!r}" if scalar and len(repr(value)) <= LONGEST_VALUE else " is of another kind"
 
 
-def _no_field(path: str, root: type, holder: type | None) -> str:
+def _no_field(path: str, root: type, holder: type | None, last: object = None) -> str:
+    if isinstance(last, str) and "." in last and ":" not in last and holder is not None:
+        outer, *inner = last.split(".")
+        return f"{last!r} is one name with dots: write sections within one another, as in {outer}: {{{inner[0]}: ...}}"
     where, _, name = path.rpartition(".")
     text = f"{where} has no field {name!r}" if where else f"there is no field {name!r}"
     known = list(_fields(holder)) if holder else []

@@ -10,7 +10,6 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_type_hints
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from models.config.bounds import (
@@ -29,6 +28,7 @@ from models.tiny_qwen_image.settings import TinySettings
 from models.words_stable_diffusion_3.settings import WordsSettings
 from tasks.config.data import DIGITS, DataSetName, Split, data_folder
 from tasks.config.errors import NO_YAML, described
+from tasks.config.named_values import plain_yaml
 
 RAW = "data/raw/"
 PROMPTS = Path("data/prompts.parquet")
@@ -285,7 +285,7 @@ def load_params(path: Path) -> PrepareParams:
     if not path.is_file():
         raise PrepareError(f"{path} is missing; run from the repository's root")
     try:
-        return PrepareParams.model_validate(yaml.safe_load(path.read_text()))
+        return PrepareParams.model_validate(plain_yaml(path.read_text()))
     except ValidationError as error:
         raise PrepareError(f"{path}: {described(error, PrepareParams)}") from error
     except (*NO_YAML, OSError) as error:

@@ -12,11 +12,10 @@ from pathlib import Path
 from textwrap import fill, indent
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from tasks.config.errors import NO_YAML, RecipeError, described, field_paths, near, section_of, why_no_yaml
-from tasks.config.named_values import typed_value
+from tasks.config.named_values import plain_json, plain_yaml, typed_value
 from tasks.config.overrides import Entries, merged, set_fields
 from tasks.config.tree import TrainConfig, TrainOverrides
 
@@ -54,7 +53,7 @@ def work_pools(file: Path = PREFECT_FILE) -> set[str]:
 
 def _deployments(file: Path) -> list[Mapping[str, Any]]:
     # As `prefect deploy` reads it, for which 1e-3 is text: else an option would be another by a deployment.
-    content = read_yaml(file, "run from the repository's root", yaml.safe_load)
+    content = read_yaml(file, "run from the repository's root", plain_yaml)
     deployments = content.get("deployments") if isinstance(content, Mapping) else None
     if not isinstance(deployments, list) or not all(isinstance(entry, Mapping) for entry in deployments):
         raise RecipeError(f"{file} has no list `deployments`: it is no file of Prefect deployments")
@@ -135,7 +134,7 @@ def read_yaml(file: Path, advice: str, parse: Callable[[str], Any] = typed_value
         parse: reads YAML; without it 1e-3 is a number, as in JSON and in a setting of the command line.
     """
     try:
-        return json.loads(file.read_text()) if file.suffix == ".json" else deepcopy(_parsed(file.read_text(), parse))
+        return plain_json(file.read_text()) if file.suffix == ".json" else deepcopy(_parsed(file.read_text(), parse))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise RecipeError(f"{file} cannot be read ({reason}): {advice}") from error

@@ -12,11 +12,11 @@ from models.config.bounds import (
     MOST_BATCH,
     MOST_COEFFICIENT,
     MOST_FRAMES,
-    MOST_GPUS,
     MOST_ITERATIONS,
     MOST_PROCESSES,
     MOST_RETRIES,
     MOST_THREADS,
+    Gpus,
     Options,
     RewardName,
 )
@@ -63,9 +63,7 @@ class RewardFunctionConfig(Section):
     num_cpus: NotShaping[float] = Field(
         0.0, ge=0, le=MOST_THREADS, description="CPUs each worker reserves; 0 shares what there is."
     )
-    num_gpus: NotShaping[float] = Field(
-        0.0, ge=0, le=MOST_GPUS, description="GPUs, or a share of one, each worker takes."
-    )
+    num_gpus: NotShaping[Gpus] = Field(0.0, description="GPUs, or a share of one, each worker takes.")
     placement: NotShaping[Literal["separate", "colocated"]] = Field(
         "separate",
         description="On CUDA: separate takes num_gpus of the cluster; colocated is on the trainer ranks' GPUs, worker "
@@ -159,10 +157,8 @@ class RewardModelConfig(Section):
         "which {model}, {revision}, {name}, {host} and {port} are filled in. It finds its secret in the environment "
         "variable REWARD_MODEL_KEY.",
     )
-    num_gpus: NotShaping[float] = Field(
+    num_gpus: NotShaping[Gpus] = Field(
         0.0,
-        ge=0,
-        le=MOST_GPUS,
         description="GPUs, or a share of one, that the server takes of the cluster; 0 hides all GPUs from it.",
     )
     sleep: NotShaping[bool] = Field(

@@ -9,13 +9,13 @@ from models.config.algo import DiffusionRolloutAlgoConfig
 from models.config.bounds import (
     MOST_BATCH,
     MOST_COUNT,
-    MOST_GPUS,
     MOST_GUIDANCE,
     MOST_MEGABYTES,
     MOST_NOISE_LEVELS,
     MOST_PROCESSES,
     MOST_RETRIES,
     MOST_THREADS,
+    Gpus,
 )
 from models.config.pipeline import DiffusionPipelineConfig, Solver
 from models.config.section import AUTO, NotShaping, Samples, Section, known
@@ -64,8 +64,8 @@ class DiffusionRolloutConfig(Section):
     num_actors: NotShaping[int] = Field(
         1, ge=1, le=MOST_PROCESSES, description="Rollout workers; the pictures do not depend on their number."
     )
-    num_gpus_per_actor: NotShaping[float] = Field(
-        1.0, ge=0, le=MOST_GPUS, description="GPUs (or a share of one) of each worker's process on CUDA."
+    num_gpus_per_actor: NotShaping[Gpus] = Field(
+        1.0, description="GPUs (or a share of one) of each worker's process on CUDA."
     )
     num_threads: NotShaping[int] = Field(1, ge=1, le=MOST_THREADS, description="CPU threads of each worker.")
     placement: NotShaping[Literal["separate", "colocated"]] = Field(

@@ -13,6 +13,7 @@ from pathlib import Path
 from pydantic import Field
 
 from models.config.actor import DiffusionActorConfig
+from models.config.bounds import LEAST_SHARE
 from models.config.model import ModelConfig
 from models.config.section import NotShaping, Section
 from tasks.config.algorithm import DiffusionAlgoConfig
@@ -26,9 +27,6 @@ from tasks.config.trainer import RayConfig, TrainerConfig
 CUDA_CANARY_TOLERANCE = 0.01
 OTHER_ENGINE_TOLERANCE = 1e-4
 """On the CPU, where the rollout engine is not the trainer's: sums in another order."""
-
-SHARE_PRECISION = 1e-4
-"""Of a share of a GPU, as Ray counts."""
 
 
 class ActorRolloutRefConfig(Section):
@@ -158,10 +156,10 @@ def gpus_for(processes: Iterable[float]) -> float:
     taken = sorted(filter(None, processes), reverse=True)
     left: list[float] = []
     for share in (share for share in taken if share < 1):
-        place = next((place for place, room in enumerate(left) if room >= share - SHARE_PRECISION), None)
+        place = next((place for place, room in enumerate(left) if room >= share - LEAST_SHARE), None)
         if place is None:
             left.append(1.0)
             place = len(left) - 1
         left[place] -= share
     whole, shared = sum(share for share in taken if share >= 1), sum(share for share in taken if share < 1)
-    return whole + (shared if ceil(shared - SHARE_PRECISION) >= len(left) else len(left))
+    return whole + (shared if ceil(shared - LEAST_SHARE) >= len(left) else len(left))

@@ -85,8 +85,12 @@ def check_home_signs(config: TrainConfig) -> None:
     """No file or folder begins with ~, which a shell does not expand after "field=". Raises ConfigError, for each other
     program would make a folder of that name."""
     for path, value in flat(config.model_dump()).items():
-        if str(value).startswith("~/") and path != COMPILE_CACHE:
-            raise ConfigError(f"{path} is {value}, where ~ is no home folder: give {Path(str(value)).expanduser()}")
+        scheme, found, rest = str(value).partition(":///")
+        file = rest if found else scheme
+        if (file == "~" or file.startswith("~/")) and path != COMPILE_CACHE:
+            home = Path(file).expanduser()
+            given = f"{scheme}:///{home}" if found else home
+            raise ConfigError(f"{path} is {value}, where ~ is no home folder: give {given}")
 
 
 def check_files(config: TrainConfig, trains: bool = True) -> None:
@@ -105,7 +109,9 @@ def check_files(config: TrainConfig, trains: bool = True) -> None:
     if isinstance(data.embeddings, Path):
         needed["data.embeddings"] = (data.embeddings / "index.json", _made_by(data, "embeddings"))
     if trains and not config.is_online:
-        needed["data.pairs"] = (data.pairs / "index.json", "`dvc repro pairs` makes data/pairs")
+        own_pairs = data.pairs == DataConfig.model_fields["pairs"].default
+        advice = "`dvc repro pairs` makes it" if own_pairs else "`python -m flows.prepare pairs --out` makes one"
+        needed["data.pairs"] = (data.pairs / "index.json", advice)
     for field, (file, advice) in needed.items():
         if file.is_dir():
             raise ConfigError(f"{field} is {file}, which is a folder: give the file in it")

@@ -4,6 +4,7 @@
 import importlib
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,8 +23,8 @@ from models.algorithms.losses import _LOSSES
 from models.families.base import DiffusionModelBase
 from models.schedulers.kernels import KERNELS
 from tasks.config.common import CommonSettings, combined
-from tasks.config.errors import ConfigError
-from tasks.config.named_values import named_values
+from tasks.config.errors import ConfigError, RecipeError
+from tasks.config.named_values import named_values, plain_yaml, typed_value
 from tasks.config.overrides import set_fields
 from tasks.config.params import PrepareParams
 from tasks.config.presets import PRESETS
@@ -502,6 +503,53 @@ def test_another_text_scores_less(recipe: str) -> None:
     pipeline = recipe_of(recipe).actor_rollout_ref.rollout.pipeline
     other = picture_of("Hello Moon", 64, pipeline.height, pipeline.width)[None]
     assert 0.3 < reward_of(recipe)(other, [Wanted("Hello World")]).scores[0] < 0.8
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("a.yaml", "trainer: {seed: 1}\ndata: {}\ntrainer: {save_freq: 2}", "'trainer' stands there twice in line 3"),
+        ("a.json", '{"trainer": {"seed": 1, "seed": 2}}', "'seed' stands there twice"),
+        ("a.yaml", "trainer.seed: 1", "'trainer.seed' is one name with dots: .* as in trainer: {seed: ...}"),
+    ],
+)
+def test_what_a_file_says_twice_or_with_dots_is_refused(tmp_path: Path, name: str, content: str, sentence: str) -> None:
+    """Of two sections of one name the first was lost, without a word."""
+    (tmp_path / name).write_text(content)
+    with pytest.raises(RecipeError, match=sentence):
+        parse_changes([], [tmp_path / name])
+    with pytest.raises(RecipeError, match="'ocr' stands there twice"):
+        parse_changes(["reward.functions={ocr: {weight: 1}, ocr: {}}"])
+
+
+def test_what_is_merged_may_stand_there_once_more() -> None:
+    assert plain_yaml("base: &base {seed: 1}\ntrainer: {<<: *base, seed: 2}")["trainer"] == {"seed": 2}
+
+
+@pytest.mark.parametrize(("text", "value"), [("010", "010"), ("1:30", "1:30"), ("0.5_2", "0.5_2"), ("-.5", -0.5)])
+def test_numbers_are_those_of_yaml_1_2(text: str, value: object) -> None:
+    """By 1.1 these are 8, 90 and 0.52."""
+    assert typed_value(text) == value
+
+
+@pytest.mark.parametrize(
+    ("path", "number"),
+    [
+        ("actor_rollout_ref.rollout.num_gpus_per_actor", 1.5),
+        ("reward.functions.ocr.num_gpus", 2.5),
+        ("data.text_encoder.num_gpus", 0.00001),
+    ],
+)
+def test_gpus_that_ray_cannot_give_are_refused(path: str, number: float) -> None:
+    with pytest.raises(RecipeError, match=f"{number:g} GPUs cannot be given: take a share of one"):
+        parse_changes([f"{path}={number:.6f}"])
+
+
+def test_a_rollout_worker_on_cuda_has_a_gpu() -> None:
+    rollout = {"num_gpus_per_actor": 0}
+    for device, refused in (("cuda", True), ("cpu", False)):
+        with pytest.raises(ValueError, match="num_gpus_per_actor is 0, but") if refused else nullcontext():
+            TrainConfig.model_validate({"actor_rollout_ref": {"rollout": rollout}, "trainer": {"device": device}})
 
 
 @pytest.mark.parametrize(
