@@ -15,12 +15,22 @@ from tasks.actors.update_plan import NothingToLearn
 from tasks.config.algorithm import DiffusionAlgoConfig
 from tasks.stages.stage import stage
 
+ROUNDING = np.float32(1e-6)
+"""Of the largest advantage: less of one is what float32 leaves of a sample that has its group's mean."""
+
+
+def _sign(advantages: np.ndarray) -> np.ndarray:
+    """-1, 0 or 1; 0 also of what rounding alone has made of 0, and NaN of NaN."""
+    least = ROUNDING * np.nanmax(np.abs(advantages))
+    return np.sign(np.where(np.abs(advantages) <= least, np.zeros_like(advantages), advantages))
+
+
 ADV_MODES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "continuous": lambda a: a,
     "positive_only": lambda a: np.maximum(a, 0),
     "negative_only": lambda a: np.minimum(a, 0),
-    "one_only": lambda a: np.where(np.isnan(a), a, a > 0).astype(a.dtype),
-    "binary": np.sign,
+    "one_only": lambda a: np.maximum(_sign(a), 0),
+    "binary": _sign,
 }
 """What DiffusionNFT may keep of an advantage (arXiv 2509.16117); NaN stays NaN."""
 

@@ -77,7 +77,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mode_keeps_its_part_and_a_missing_reward_stays_missing(mode: str) -> None:
-    rewards = np.array([0.1, 0.5, 0.9, 0.2, np.nan, 0.8], np.float32)
+    rewards = np.array([0.1, 0.4, 0.9, 0.2, np.nan, 0.8], np.float32)
     plain = advantages_of(rewards, UIDS, DiffusionAlgoConfig(), {}, {})
     kept = advantages_of(rewards, UIDS, DiffusionAlgoConfig(adv_mode=mode), {}, {})
     assert np.isnan(kept).tolist() == [False, False, False, False, True, False]
@@ -249,6 +249,18 @@ def best_and_worst_by_sorting(rewards: list[float], k: int) -> list[int]:
     there = [i for i, reward in enumerate(rewards) if np.isfinite(reward)]
     order = sorted(there, key=lambda i: (rewards[i], i))
     return sorted({*order[:k], *order[-k:]})
+
+
+@pytest.mark.parametrize(
+    ("rewards", "signs"),
+    [([0.2, 0.4, 0.4, 0.6], [-1, 0, 0, 1]), ([0.1, 0.5, 0.9, np.nan], [-1, 0, 1, np.nan]), ([0.4] * 4, [0] * 4)],
+)
+def test_a_sample_that_has_its_groups_mean_has_no_sign(rewards: list[float], signs: list[float]) -> None:
+    """Rewards such as k/5 are not exact in float32: rounding would be a whole advantage."""
+    for mode, kept in (("binary", np.array(signs)), ("one_only", np.maximum(signs, 0))):
+        group = np.array(rewards, np.float32), np.array(["a"] * 4)
+        found = advantages_of(*group, DiffusionAlgoConfig(adv_mode=mode), {}, {})
+        np.testing.assert_array_equal(found, kept)
 
 
 @pytest.mark.parametrize("mode", ["binary", "one_only"])
