@@ -4,13 +4,14 @@
     python -m benchmarks.iteration --model sd3.5-medium --public-loop PATH    # a clone of the public code
     python -m benchmarks.iteration --model qwen-image
     python -m benchmarks.iteration --model qwen-image --ranks 4               # on four GPUs, weak scaling
-    python -m benchmarks.iteration --model sd3.5-medium --batch 24 --batches 4 --optimizer-steps 2   # as its recipe
+    python -m benchmarks.iteration --model sd3.5-medium --batch 24 --batches 4 --optimizer-steps 2 --work runs/recipe
     python -m benchmarks.iteration --model tiny --device cpu                  # that it runs
 
 An iteration is a rollout with its decoded pictures, the update of one optimiser step, and the weights' way back to the
 rollout; with `--batches` and `--optimizer-steps` several of each, as a recipe makes them: from its second step on, what
 the rollout recorded is another policy's, and the update computes it. Every variant is a process of its own; its line of
-JSON goes to <work>/results.jsonl, and a variant that is there is not run again. At the end the lines are a table.
+JSON goes to <work>/results.jsonl, and a variant that is there is not run again: a folder is of one model, batch and so
+on (`--work`). At the end the lines are a table.
 Weights are random: pictures are noise, the work is not.
 """
 
@@ -33,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.failures import refuse_failed
-from benchmarks.logs import rows_in
+from benchmarks.logs import keep_settings, rows_in
 from benchmarks.real_size import use_random_weights, write_model
 from models.config.actor import DiffusionActorConfig, DiffusionLossConfig, FSDPConfig
 from models.config.algo import DiffusionRolloutAlgoConfig
@@ -104,6 +105,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 settings; the others change those. Float8 computes another function."""
 PUBLIC = "public loop"
 RESULTS = "results.jsonl"
+OF_A_FOLDER = ("model", "device", "batch", "micro_batch", "batches", "optimizer_steps", "checkpointing", "public_batch")
+"""Arguments that all lines of a folder share."""
 """Of all variants, in the folder of the work."""
 CLIP = 0.2
 """Wide: within 1e-4 rounding would decide which samples have a gradient, and gradients could not be compared."""
@@ -391,7 +394,7 @@ def table(lines: list[dict[str, Any]]) -> str:
     """Markdown, one row a variant, with images/s over the public loop's at the same KL."""
     public = {line["kl"]: line["images/s"] for line in lines if line["variant"] == PUBLIC}
     for line in lines:
-        if line["kl"] in public:
+        if line["kl"] in public and line.get("ranks", 1) == 1:  # the public loop is measured on one GPU
             line["x public"] = line["images/s"] / public[line["kl"]]
     columns = list(dict.fromkeys(key for line in lines for key in line))
     rows = [columns, ["---"] * len(columns), *([_text(line.get(column)) for column in columns] for line in lines)]
@@ -411,7 +414,7 @@ def main() -> None:
         measure(arguments)
         dist.destroy_process_group()
         return
-    arguments.work.mkdir(parents=True, exist_ok=True)
+    keep_settings(arguments.work, {name: getattr(arguments, name) for name in OF_A_FOLDER})
     write_model(arguments.model, arguments.work / "model")
     done = {(line["variant"], line["kl"], line.get("ranks", 1)) for line in rows_in(arguments.work / RESULTS)}
     failed = []
@@ -433,7 +436,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=WORK, default="tiny")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--work", type=Path, default=Path("runs/benchmark_iteration"))
+    parser.add_argument("--work", type=Path, help="of one setting; runs/benchmark_iteration/MODEL if left out")
     parser.add_argument("--batch", type=int, help="pictures; the model's own number if left out")
     parser.add_argument("--micro-batch", type=int, help="of the update; the model's own number if left out")
     parser.add_argument("--batches", type=int, default=1, help="of the rollout in an iteration")
@@ -453,6 +456,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--trace", action="store_true", help="print the kernels that take longest")
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    arguments.work = arguments.work or Path("runs/benchmark_iteration", arguments.model)
     if min(arguments.batches, arguments.optimizer_steps) < 1 or arguments.batches % arguments.optimizer_steps:
         parser.error(
             f"--optimizer-steps {arguments.optimizer_steps} of --batches {arguments.batches}: each step takes as many "

@@ -2,6 +2,7 @@
 """The logs of benchmarks: a line of JSON for each thing that was measured."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,3 +10,18 @@ from typing import Any
 def rows_in(log: Path) -> list[dict[str, Any]]:
     """The log's lines in their order; none where it is not there yet."""
     return [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
+
+
+def keep_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Have a folder's lines be of one setting: what is measured there already would stand for another.
+
+    Raises:
+        SystemExit: it has lines of another, with a sentence.
+    """
+    file = folder / "settings.json"
+    present = {name: str(value) for name, value in settings.items()}
+    if file.is_file() and (before := json.loads(file.read_text())) != present:
+        other = [f"--{name} {before.get(name)}" for name, value in present.items() if before.get(name) != value]
+        raise SystemExit(f"error: {folder} has what was measured with {', '.join(other)}: give another as --work")
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(present))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.failures import refuse_failed
-from benchmarks.logs import rows_in
+from benchmarks.logs import keep_settings, rows_in
 from benchmarks.real_size import transformer, vae, write_configs
 from models.config.algo import DiffusionRolloutAlgoConfig
 from models.config.model import ModelConfig
@@ -259,28 +259,33 @@ def _text(value: Any) -> str:
     return "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
+OF_A_FOLDER = ("model", "device", "batches", "size", "steps")
+"""Arguments that all lines of a folder share."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = ["sd3.5-medium", "qwen-image"]
     parser.add_argument("--model", choices=[*TINY, *sizes], default="tiny-qwen-image")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--work", type=Path, default=Path("runs/benchmark_rollout"))
+    parser.add_argument("--work", type=Path, help="of one setting; runs/benchmark_rollout/MODEL if left out")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16, 32])
     parser.add_argument("--size", type=int, help="pixels a side; 16 for tiny models, else 512")
     parser.add_argument("--steps", type=int, default=10, help="denoising steps of a picture")
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), help="these variants alone")
     parser.add_argument("--variant", choices=list(VARIANTS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    arguments.work = arguments.work or Path("runs/benchmark_rollout", arguments.model)
     arguments.size = arguments.size or (16 if arguments.model in TINY else 512)
     if missing := sorted({*(arguments.only or ())} - {*variants(arguments.device)}):
         parser.error(f"--only {', '.join(missing)}: not with --device {arguments.device}")
-    arguments.work.mkdir(parents=True, exist_ok=True)
     results = arguments.work / "results.jsonl"
     if arguments.variant:
         numbers = measure(arguments.variant, arguments)
         with results.open("a") as stream:
             stream.write(json.dumps(numbers) + "\n")
         return
+    keep_settings(arguments.work, {name: getattr(arguments, name) for name in OF_A_FOLDER})
     build(arguments.model, arguments.work / "model", arguments.device)
     done = {line["variant"] for line in rows_in(results)}
     failed = []

@@ -139,7 +139,9 @@ def gpus_of(config: TrainConfig) -> int:
     return ranks if config.shares_gpus else ranks + config.actor_rollout_ref.rollout.num_actors
 
 
-def train(job: Job, cell: Cell, log: Path, first: int, limit: float | None) -> tuple[dict[str, Any], list[str]]:
+def train(
+    job: Job, cell: Cell, given: list[str], log: Path, first: int, limit: float | None
+) -> tuple[dict[str, Any], list[str]]:
     """Run a cell to its end on the GPUs from `first` on, or to that of so many seconds.
 
     Returns:
@@ -147,7 +149,14 @@ def train(job: Job, cell: Cell, log: Path, first: int, limit: float | None) -> t
     """
     failed = follow([job], log, gpus=[",".join(map(str, range(first, first + cell.gpus)))], limit=limit)
     ends = {line["run"]: line["end"] for line in read_lines([log]) if "end" in line}
-    known = {"recipe": job.recipe, "cell": cell.name, **asdict(cell), "gpus": cell.gpus, "end": ends[job.name]}
+    known = {
+        "recipe": job.recipe,
+        "cell": cell.name,
+        "set": given,
+        **asdict(cell),
+        "gpus": cell.gpus,
+        "end": ends[job.name],
+    }
     return known | row(metrics_of(job)), failed
 
 
@@ -165,18 +174,24 @@ def row(metrics: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line a cell that trained; the share is of as many times the images/s of the recipe's weak cell of one GPU."""
+    """A line a cell that trained, with how many iterations count; the share is of as many times the images/s of the
+    recipe's weak cell of one GPU, with the same further settings."""
     whole = [one for one in rows if "step" in one]
     stages = [stage for stage in (*STAGES, "other") if any(one.get(stage) for one in whole)]
     heads = ["Recipe", "GPUs", "Pictures", "Seconds", *stages, "images/s", "of one GPU's, times the GPUs", "GiB"]
+    heads.append("Counted")
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    alone = {one["recipe"]: speed(one) for one in whole if one["gpus"] == 1 and one["kind"] == "weak"}
+    alone = {_setting(one): speed(one) for one in whole if one["gpus"] == 1 and one["kind"] == "weak"}
+    several = len({tuple(one.get("set", [])) for one in whole}) > 1
     for one in whole:
-        first = alone.get(one["recipe"])
+        first = alone.get(_setting(one))
         share = f"{speed(one) / one['gpus'] / first:.1%}" if first else ""
         seconds = [f"{one.get(stage, 0.0):.2f}" for stage in ("step", *stages)]
-        words = [one["recipe"], one["cell"], f"{one['images']:.0f}", *seconds, f"{speed(one):.2f}", share]
-        lines.append(f"| {' | '.join([*words, str(one.get('gib', ''))])} |")
+        recipe = " ".join([one["recipe"], *one.get("set", [])]) if several else one["recipe"]
+        words = [recipe, one["cell"], f"{one['images']:.0f}", *seconds, f"{speed(one):.2f}", share]
+        end = "" if one["end"] == "finished" else f", {one['end']}"
+        words += [str(one.get("gib", "")), f"{one['iterations']}{end}"]
+        lines.append(f"| {' | '.join(words)} |")
     return "\n".join(lines)
 
 
@@ -187,7 +202,17 @@ def speed(one: Mapping[str, Any]) -> float:
 
 def logged(log: Path) -> list[dict[str, Any]]:
     """What the log holds, of a cell the newest line."""
-    return [*{(one["recipe"], one["cell"]): one for one in rows_in(log)}.values()]
+    return [*{_which(one): one for one in rows_in(log)}.values()]
+
+
+def _setting(line: Mapping[str, Any]) -> tuple[str, str]:
+    """Of which recipe and further settings it is."""
+    return line["recipe"], " ".join(line.get("set", []))
+
+
+def _which(line: Mapping[str, Any]) -> tuple[str, str, str]:
+    """And of which cell."""
+    return *_setting(line), line["cell"]
 
 
 def main() -> None:
@@ -218,9 +243,9 @@ def main() -> None:
     except ConfigError as error:
         parser.error(str(error))
     prompts, failed = chosen.prompts or prompts_of_a_gpu(config), list[str]()
-    done = {(one["recipe"], one["cell"]) for one in logged(chosen.log) if one["end"] == "finished"}
+    done = {_which(one) for one in logged(chosen.log) if one["end"] == "finished"}
     for cell in cells(chosen.kinds, chosen.gpus, prompts, chosen.divided or [max(chosen.gpus) // 2]):
-        if (chosen.recipe, cell.name) in done or (until is not None and time.time() > until):
+        if (chosen.recipe, " ".join(chosen.set), cell.name) in done or (until is not None and time.time() > until):
             continue
         changes = cell.changes(config, chosen.iterations, chosen.device)
         try:
@@ -231,7 +256,7 @@ def main() -> None:
         name = f"{chosen.recipe}, {cell.name}"
         job = Job(name, 0, chosen.recipe, [*chosen.set, *changes], folder_of(chosen.folder, name, 0))
         left = None if until is None else until - time.time()
-        line, not_whole = train(job, cell, chosen.folder / "iterations.jsonl", chosen.first, left)
+        line, not_whole = train(job, cell, chosen.set, chosen.folder / "iterations.jsonl", chosen.first, left)
         append_line(chosen.log, line)
         failed += not_whole
     print(table(logged(chosen.log)))

@@ -46,5 +46,8 @@ def test_an_iteration_of_several_batches_is_trained_in_as_many_steps_as_asked_fo
     done = run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for metric, value in {"optimizer_steps": 2, "sample_steps": 48, "recorded_steps": 24}.items():
         assert re.search(rf"'{metric}': {value}\b", done.stdout), metric
+    other = run([*command, "--batch", "8"], cwd=ROOT, capture_output=True, text=True)
+    assert other.returncode == 1
+    assert f"error: {tmp_path} has what was measured with --batch None: give another as --work" in other.stderr
     (row,) = rows_in(tmp_path / RESULTS)
     assert row["images/s"] * (row["rollout_s"] + row["update_s"] + row["sync_s"]) == pytest.approx(4 * 4)

@@ -126,7 +126,9 @@ def test_a_wrong_plan_is_refused(text: str, said: str, tmp_path: Path) -> None:
 
 
 def test_the_plans_here_are_plans_and_their_commands_are_there() -> None:
-    for plan in (ROOT / "benchmarks" / "plans").glob("*.yaml"):
+    plans = [*(ROOT / "benchmarks" / "plans").glob("*.yaml")]
+    assert plans
+    for plan in plans:
         for lane in read_plan(plan):
             modules = [words.split()[0] for words in lane.run.split("python -m ")[1:]]
             assert modules

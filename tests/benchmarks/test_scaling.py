@@ -74,15 +74,20 @@ def test_a_row_leaves_out_what_compiles_and_the_table_compares_with_one_gpu() ->
             "perf/total_num_images": dict.fromkeys(steps, pictures),
             "memory/trainer/gpu_peak_gib/update": {1: 3.0, 5: 4.26},
         }
-        found = {"recipe": "words", "cell": cell.name, "kind": cell.kind, "gpus": cell.gpus}
+        found = {"recipe": "words", "cell": cell.name, "kind": cell.kind, "gpus": cell.gpus, "end": "finished"}
         return json.loads(json.dumps(found | scaling.row(metrics)))
 
     alone, four = logged(Cell("weak", 1, 1, 2), 4.0, 8.0), logged(Cell("weak", 4, 4, 8), 5.0, 32.0)
+    four["end"] = "limit"
     failed = {"recipe": "words", "cell": "weak 8", "kind": "weak", "gpus": 8, "end": "failed"} | scaling.row({})
     assert (alone["step"], alone["gen"], alone["other"], alone["iterations"]) == (4.0, 1.5, 2.5, 3)
     assert scaling.table([alone, four, failed]).splitlines() == [
-        "| Recipe | GPUs | Pictures | Seconds | gen | other | images/s | of one GPU's, times the GPUs | GiB |",
-        "|---|---|---|---|---|---|---|---|---|",
-        "| words | weak 1 (2 prompts) | 8 | 4.00 | 1.50 | 2.50 | 2.00 | 100.0% | 4.3 |",
-        "| words | weak 4 (8 prompts) | 32 | 5.00 | 1.50 | 3.50 | 6.40 | 80.0% | 4.3 |",
+        "| Recipe | GPUs | Pictures | Seconds | gen | other | images/s | of one GPU's, times the GPUs | GiB | Counted |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+        "| words | weak 1 (2 prompts) | 8 | 4.00 | 1.50 | 2.50 | 2.00 | 100.0% | 4.3 | 3 |",
+        "| words | weak 4 (8 prompts) | 32 | 5.00 | 1.50 | 3.50 | 6.40 | 80.0% | 4.3 | 3, limit |",
     ]
+    other = alone | {"set": ["trainer.canary_batch=6"], "step": 2.0}
+    rows = scaling.table([alone, other, four]).splitlines()[2:]
+    assert [row.split(" | ")[0] for row in rows] == ["| words", "| words trainer.canary_batch=6", "| words"]
+    assert rows[1].split(" | ")[-3] == "100.0%", "of its own settings' one GPU"

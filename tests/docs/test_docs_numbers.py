@@ -206,7 +206,11 @@ CLAIMS: list[tuple[Any, ...]] = [
     ("docs/rewards.md", "when `validations` (#)", default("reward.guards.validations")),
     ("docs/rewards.md", "is # (`reward_margin`)", default("reward.guards.reward_margin")),
     ("docs/rewards.md", "# (`statistics_margin`)", default("reward.guards.statistics_margin")),
-    ("docs/rewards.md", "| `num_workers`, `num_cpus`, `num_gpus` | #, #, # |", 1, 0, 0),
+    (
+        "docs/rewards.md",
+        "| `num_workers`, `num_cpus`, `num_gpus` | #, #, # |",
+        *(getattr(default("reward.functions")["ocr"], name) for name in ("num_workers", "num_cpus", "num_gpus")),
+    ),
     (
         "docs/rewards.md",
         "| `retries`, `retry_wait_s`, `timeout_s` | #, #, # |",

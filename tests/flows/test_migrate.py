@@ -55,8 +55,10 @@ def test_several_scripts_are_counted(tmp_path: Path) -> None:
     assert valid == {"a.sh": "yes", "b.sh": "no"}
     refused = run(tmp_path / "a.sh", tmp_path / "b.sh", "--out", tmp_path / "recipe.yaml")
     assert refused.exit_code == 2
-    assert "--out" in refused.stderr
-    assert run(tmp_path / "c.sh").exit_code == 2
+    assert "but 2 scripts are given" in refused.stderr
+    missing = run(tmp_path / "c.sh")
+    assert missing.exit_code == 2
+    assert "c.sh cannot be read (No such file" in missing.stderr
 
 
 def test_a_recipe_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:

@@ -135,6 +135,7 @@ def test_up_schedule_verdict_reaction_down(trained: Workspace, monkeypatch: pyte
         assert pages
         assert all("jpeg_compressibility" in page.read_text() for page in pages)
         cards = post(f"{api}/artifacts/filter", {"artifacts": {"key": {"any_": ["compare-gains"]}}}, auth)
+        assert cards
         assert all(f"]({mlflow}/#/experiments/" in card["data"] for card in cards)
         check_nowhere_written(trained.folder, secrets)
         wait_until(

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import psutil
@@ -313,6 +314,14 @@ def test_down_keeps_the_record_of_what_it_does_not_find(why: str, here: Path, sl
         assert sleeper.poll() is None, "somebody else's"
 
 
+def test_status_says_what_has_died_and_where_its_log_is(here: Path, sleeper: subprocess.Popen) -> None:
+    write_record(mlflow=(sleeper.pid, identity(sleeper.pid), socket.gethostname()))
+    assert run("status") == (0, f"mlflow     pid {sleeper.pid:<8} up\n")
+    sleeper.kill()
+    sleeper.wait()
+    assert run("status") == (1, f"mlflow     pid {sleeper.pid:<8} gone, see .services/mlflow.log\n")
+
+
 def test_what_a_restart_of_the_machine_has_ended_is_not_missed(here: Path) -> None:
     write_record(mlflow=(1, "an-older-boot/5", socket.gethostname()))
     assert run("down") == (0, "")
@@ -560,6 +569,41 @@ def test_prune_lists_what_dead_runs_left_and_removes_only_that(
         for item in found:
             prune.remove(item)
     assert not [path for path in dead if path.exists()]
+    assert all(path.exists() for path in kept)
+
+
+def test_prune_removes_what_it_lists_only_if_asked_to_and_says_what_stays(
+    here: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path_factory.mktemp("temporary")
+    dead, kept = made_up(here, temporary)
+    looked = prune.leftovers
+    monkeypatch.setattr(prune, "leftovers", lambda project, _, days: looked(project, [temporary], days))
+
+    def said(*arguments: str) -> tuple[list[str], str]:
+        result = CliRunner().invoke(command_of(prune.main), [*arguments])
+        assert result.exit_code == 0, result.output
+        return result.stdout.splitlines(), result.stderr
+
+    with run_lock(here / "runs/busy"):
+        os.utime(here / "runs/busy/.lock", (0, 0))
+        os.utime(here / "runs/busy", (0, 0))
+        assert not [line for line in said("--days", "21")[0] if str(here / "runs/old") in line], "it is 20 days old"
+        lines, _ = said()
+        assert {path for path in dead if any(line.endswith(f" {path}") for line in lines)} == {*dead}
+        assert lines[-1].endswith(" MB to be removed by --yes")
+        assert all(path.exists() for path in dead)
+        stays, remove_tree = dead[0], shutil.rmtree
+
+        def spared(path: Path, **how: Any) -> None:
+            if path != stays:
+                remove_tree(path, **how)
+
+        monkeypatch.setattr(shutil, "rmtree", spared)
+        lines, complaint = said("--yes")
+    assert lines[-1].endswith(" MB removed")
+    assert complaint == f"{stays} stays, or a part of it: it cannot be removed\n"
+    assert [path for path in dead if path.exists()] == [stays]
     assert all(path.exists() for path in kept)
 
 

@@ -171,16 +171,21 @@ def test_so_is_one_that_was_started_again(tmp_path: Path) -> None:
 
 
 def test_an_actor_that_waits_for_room_to_be_started_again_is_left_to_it() -> None:
-    group = ActorGroup(Ready, 1, 0.0, num_cpus=1, max_restarts=3, max_task_retries=-1)
+    group = ActorGroup(Ready, 1, 0.0, num_cpus=1, max_restarts=-1, max_task_retries=-1)
     group.call_all("ready")
     watch, named = LoadWatch(0.1), {"rollout 0": group.actors[0]}
-    other = ActorGroup(Ready, 1, 0.0, num_cpus=1)  # gets the room
-    wait_until(
-        lambda: _state_of(other.actors[0]).get("State") == "PENDING_CREATION", "its place in the queue", every=0.05
-    )
-    time.sleep(0.5)  # from Ray's head to its raylet
-    os.kill(pid_of(group.actors[0]), signal.SIGKILL)
-    other.call_all("ready")
+    other = ActorGroup(Ready, 1, 0.0, num_cpus=1)  # is to get the room
+    asked = other.actors[0].ready.remote()
+
+    def has_room() -> bool:
+        """It has, or the first one has it again, of which Ray's head may tell first, and loses it once more."""
+        if ray.wait([asked], timeout=1)[0]:
+            return True
+        if _state_of(group.actors[0]).get("State") == "ALIVE":
+            os.kill(pid_of(group.actors[0]), signal.SIGKILL)
+        return False
+
+    wait_until(has_room, "the room for the other", every=0.1)
     for _ in range(20):
         watch.look(named)
         time.sleep(0.1)

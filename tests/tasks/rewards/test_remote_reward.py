@@ -308,30 +308,30 @@ def test_details_that_json_has_no_number_for_are_null() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer",
+    ("answer", "said"),
     [
-        {key: value for key, value in GOOD.items() if key != "scores"},
-        {key: value for key, value in GOOD.items() if key != "version"},
-        {key: value for key, value in GOOD.items() if key != "details"},
-        GOOD | {"scores": 5},
-        GOOD | {"scores": ["0.5"] * 5},
-        GOOD | {"scores": [[0.5]] * 5},
-        GOOD | {"scores": [True] * 5},
-        GOOD | {"scores": [10**400] * 5},
-        GOOD | {"scores": [0.5] * 4},
-        GOOD | {"details": None},
-        GOOD | {"details": {"text": 3}},
-        GOOD | {"details": {"text": ["x"]}},
-        GOOD | {"version": 1},
-        [GOOD],
-        "good",
-        None,
+        ({key: value for key, value in GOOD.items() if key != "scores"}, "scores"),
+        ({key: value for key, value in GOOD.items() if key != "version"}, "version"),
+        ({key: value for key, value in GOOD.items() if key != "details"}, "details"),
+        (GOOD | {"scores": 5}, "scores"),
+        (GOOD | {"scores": ["0.5"] * 5}, "scores"),
+        (GOOD | {"scores": [[0.5]] * 5}, "scores"),
+        (GOOD | {"scores": [True] * 5}, "scores"),
+        (GOOD | {"scores": [10**400] * 5}, "scores"),
+        (GOOD | {"scores": [0.5] * 4}, "scores"),
+        (GOOD | {"details": None}, "details"),
+        (GOOD | {"details": {"text": 3}}, "text"),
+        (GOOD | {"details": {"text": ["x"]}}, "text"),
+        (GOOD | {"version": 1}, "version"),
+        ([GOOD], "with JSON that is no object"),
+        ("good", "with JSON that is no object"),
+        (None, "with JSON that is no object"),
     ],
 )
-def test_an_answer_that_is_not_as_the_protocol_says_is_a_failure_in_one_sentence(answer) -> None:
+def test_an_answer_that_is_not_as_the_protocol_says_is_a_failure_in_one_sentence(answer: object, said: str) -> None:
     with answering((200, HOSTED | {"protocol": 1}), (200, answer)) as address:
         remote = get_reward("remote", url=address)
-        with pytest.raises(RemoteFailure, match=r"^http://127\S+ answered [^\n]+$"):
+        with pytest.raises(RemoteFailure, match=rf"^http://127\S+ answered [^\n]*{said}[^\n]*$"):
             remote(IMAGES, prompts_of())
 
 

@@ -9,11 +9,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from flows.reproduce import check_named_code, patched_files, recorded_code
+from flows import reproduce
+from flows.reproduce import check_named_code, check_out_data, patched_files, recorded_code
 from models.import_paths import ALLOWED, ModuleNotAllowed, check_allowed
 from tasks.actors.reward_model import check_reward_model
 from tasks.config.errors import ConfigError, described
@@ -263,6 +266,32 @@ def test_a_patch_without_a_recorded_digest_is_not_run(recorded: RunHistory) -> N
     recorded.client.delete_tag(recorded.run_id, "doubleflow.lineage.000000")
     with pytest.raises(HistoryError, match=r"has no tag doubleflow\.lineage\.000000, which holds its patch's digest"):
         recorded_code(RunHistory(recorded.client, recorded.run_id))
+
+
+def test_a_run_of_no_commit_is_not_done_again(recorded: RunHistory) -> None:
+    recorded.client.delete_tag(recorded.run_id, "mlflow.source.git.commit")
+    with pytest.raises(HistoryError, match="has no git commit: it did not run from a repository"):
+        recorded_code(RunHistory(recorded.client, recorded.run_id))
+
+
+def test_what_is_no_patch_is_not_applied(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    with pytest.raises(HistoryError, match=r"its code\.patch is no patch: "):
+        patched_files(b"nonsense", tmp_path)
+
+
+def test_other_data_than_a_run_read_is_not_put_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be measured on other prompts, and called different."""
+
+    def of_inputs(inputs: Any) -> Any:
+        return SimpleNamespace(run_id="r", run=SimpleNamespace(inputs=inputs))
+
+    with pytest.raises(HistoryError, match="run r has no inputs in MLflow, so what data it read is not known"):
+        check_out_data(of_inputs(None), tmp_path)
+    dataset = SimpleNamespace(name="data/prompts.parquet", digest="a" * 36)
+    monkeypatch.setattr(reproduce, "dvc_hashes", lambda _: {"data/prompts.parquet": "b" * 40})
+    with pytest.raises(HistoryError, match=r"the run read data/prompts\.parquet a+, but its commit has b+"):
+        check_out_data(of_inputs(SimpleNamespace(dataset_inputs=[SimpleNamespace(dataset=dataset)])), tmp_path)
 
 
 def test_files_that_others_can_write_are_not_resumed_from(tmp_path: Path) -> None:
