@@ -78,7 +78,7 @@ class PublicLoop:
     def gradients(self, text: dict[str, Tensor], latents: Tensor, old: Tensor, scores: Tensor, kl: float) -> Any:
         """(mean loss, |new - old log-prob| [B, TRAINED]); the gradients are left in the parameters."""
         self.model.train()
-        total, distances = 0.0, []
+        losses, distances = [], []
         for step in range(TRAINED):
             with torch.autocast("cuda", torch.bfloat16):
                 log_prob, mean, deviation = self._replayed(text, latents, step)
@@ -90,9 +90,9 @@ class PublicLoop:
             if kl:
                 loss = loss + kl * ((mean - reference).square() / (2 * deviation**2)).mean()
             (loss / TRAINED).backward()
-            total += loss.item() / TRAINED
+            losses.append(loss.detach())  # not read here: the public loop does not wait for each step's either
             distances.append((log_prob.detach() - old[:, step]).abs())
-        return total, torch.stack(distances, 1)
+        return torch.stack(losses).mean().item(), torch.stack(distances, 1)
 
     def _replayed(self, text: dict[str, Tensor], latents: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
         timestep = self.pipeline.scheduler.timesteps[step].expand(len(latents))

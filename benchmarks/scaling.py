@@ -179,7 +179,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     whole = [one for one in rows if "step" in one]
     stages = [stage for stage in (*STAGES, "other") if any(one.get(stage) for one in whole)]
     heads = ["Recipe", "GPUs", "Pictures", "Seconds", *stages, "images/s", "of one GPU's, times the GPUs", "GiB"]
-    heads.append("Counted")
+    heads.append("Count")
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     alone = {_setting(one): speed(one) for one in whole if one["gpus"] == 1 and one["kind"] == "weak"}
     several = len({tuple(one.get("set", [])) for one in whole}) > 1

@@ -82,7 +82,7 @@ def test_a_row_leaves_out_what_compiles_and_the_table_compares_with_one_gpu() ->
     failed = {"recipe": "words", "cell": "weak 8", "kind": "weak", "gpus": 8, "end": "failed"} | scaling.row({})
     assert (alone["step"], alone["gen"], alone["other"], alone["iterations"]) == (4.0, 1.5, 2.5, 3)
     assert scaling.table([alone, four, failed]).splitlines() == [
-        "| Recipe | GPUs | Pictures | Seconds | gen | other | images/s | of one GPU's, times the GPUs | GiB | Counted |",
+        "| Recipe | GPUs | Pictures | Seconds | gen | other | images/s | of one GPU's, times the GPUs | GiB | Count |",
         "|---|---|---|---|---|---|---|---|---|---|",
         "| words | weak 1 (2 prompts) | 8 | 4.00 | 1.50 | 2.50 | 2.00 | 100.0% | 4.3 | 3 |",
         "| words | weak 4 (8 prompts) | 32 | 5.00 | 1.50 | 3.50 | 6.40 | 80.0% | 4.3 | 3, limit |",
