@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -22,7 +23,6 @@ from tasks.actors.machines import watched_machines
 from tasks.cli.terminal import sentence
 from tasks.system.processes import identity
 from tests.support.patience import PATIENCE, wait_until
-from tests.support.processes import pid_of
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import it
 
@@ -181,8 +181,10 @@ def test_an_actor_that_waits_for_room_to_be_started_again_is_left_to_it() -> Non
         """It has, or the first one has it again, of which Ray's head may tell first, and loses it once more."""
         if ray.wait([asked], timeout=1)[0]:
             return True
-        if _state_of(group.actors[0]).get("State") == "ALIVE":
-            os.kill(pid_of(group.actors[0]), signal.SIGKILL)
+        found = _state_of(group.actors[0])
+        if found.get("State") == "ALIVE":
+            with suppress(ProcessLookupError):  # what is told is of before
+                os.kill(found["Pid"], signal.SIGKILL)
         return False
 
     wait_until(has_room, "the room for the other", every=0.1)

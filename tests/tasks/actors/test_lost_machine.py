@@ -135,7 +135,7 @@ def test_samples_that_are_lost_before_the_update_has_them_are_made_anew_for_it(
     ray.wait([batch.trajectories for batch in batches], num_returns=len(batches), fetch_local=False)
     advantages = np.tile(np.array([1, -1], np.float32), 32)
     groups = {"trainer": trainer.group, "rollout": rollout.group}
-    with watched_machines(groups, logging.getLogger("a run"), "go on so") as watch, ThreadPoolExecutor(1) as thread:
+    with watched_machines(groups, logging.getLogger("a run"), "go on so"), ThreadPoolExecutor(1) as thread:
         cluster.add_node(num_cpus=1, **FEW_DAEMONS)
         cluster.remove_node(first, allow_graceful=False)
         updated = thread.submit(trainer.update, batches, advantages, None)
@@ -143,7 +143,6 @@ def test_samples_that_are_lost_before_the_update_has_them_are_made_anew_for_it(
             assert updated.result(2 * PATIENCE)["optimizer_steps"] == 1.0
         finally:
             ray.kill(trainer.group.actors[0])  # else the thread would wait on
-        wait_until(lambda: watch.metrics() == {"machines/lost": 1.0}, "word of it")
 
 
 @pytest.mark.slow

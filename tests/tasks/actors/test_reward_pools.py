@@ -510,9 +510,9 @@ def test_asking_for_its_memory_waits_for_nobody_and_loads_a_worker_with_nothing(
 
 def test_rewards_that_reserve_more_than_there_is_are_refused(cluster: None) -> None:
     settings = config(brightness={"num_workers": 3, "num_cpus": 1.0, "num_gpus": 0.5})
-    assert (settings.num_cpus, settings.num_gpus) == (3.0, 1.5)
+    assert (settings.num_cpus, settings.gpus_of_processes()) == (3.0, [0.5] * 3)
     with pytest.raises(ClusterError, match=r"the rewards reserve 3 CPUs .* cluster has 2"):
         require_resources(0, settings.num_cpus)
     with pytest.raises(ClusterError, match=r"needs 1\.5 GPUs .* cluster has 0"):
-        require_resources(settings.num_gpus, 0)
+        require_resources(sum(settings.gpus_of_processes()), 0)
     assert of("brightness", {"num_cpus": 1.0, "num_workers": 2}).tolist() == LEVELS
