@@ -105,9 +105,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 settings; the others change those. Float8 computes another function."""
 PUBLIC = "public loop"
 RESULTS = "results.jsonl"
+"""Of all variants, in the folder of the work."""
 OF_A_FOLDER = ("model", "device", "batch", "micro_batch", "batches", "optimizer_steps", "checkpointing", "public_batch")
 """Arguments that all lines of a folder share."""
-"""Of all variants, in the folder of the work."""
 CLIP = 0.2
 """Wide: within 1e-4 rounding would decide which samples have a gradient, and gradients could not be compared."""
 CHECKPOINTED = {"gradient_checkpointing": True}
@@ -414,7 +414,7 @@ def main() -> None:
         measure(arguments)
         dist.destroy_process_group()
         return
-    keep_settings(arguments.work, {name: getattr(arguments, name) for name in OF_A_FOLDER})
+    keep_settings(arguments, OF_A_FOLDER)
     write_model(arguments.model, arguments.work / "model")
     done = {(line["variant"], line["kl"], line.get("ranks", 1)) for line in rows_in(arguments.work / RESULTS)}
     failed = []

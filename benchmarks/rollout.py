@@ -285,7 +285,7 @@ def main() -> None:
         with results.open("a") as stream:
             stream.write(json.dumps(numbers) + "\n")
         return
-    keep_settings(arguments.work, {name: getattr(arguments, name) for name in OF_A_FOLDER})
+    keep_settings(arguments, OF_A_FOLDER)
     build(arguments.model, arguments.work / "model", arguments.device)
     done = {line["variant"] for line in rows_in(results)}
     failed = []

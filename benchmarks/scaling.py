@@ -139,9 +139,7 @@ def gpus_of(config: TrainConfig) -> int:
     return ranks if config.shares_gpus else ranks + config.actor_rollout_ref.rollout.num_actors
 
 
-def train(
-    job: Job, cell: Cell, given: list[str], log: Path, first: int, limit: float | None
-) -> tuple[dict[str, Any], list[str]]:
+def train(job: Job, cell: Cell, log: Path, first: int, limit: float | None) -> tuple[dict[str, Any], list[str]]:
     """Run a cell to its end on the GPUs from `first` on, or to that of so many seconds.
 
     Returns:
@@ -149,14 +147,7 @@ def train(
     """
     failed = follow([job], log, gpus=[",".join(map(str, range(first, first + cell.gpus)))], limit=limit)
     ends = {line["run"]: line["end"] for line in read_lines([log]) if "end" in line}
-    known = {
-        "recipe": job.recipe,
-        "cell": cell.name,
-        "set": given,
-        **asdict(cell),
-        "gpus": cell.gpus,
-        "end": ends[job.name],
-    }
+    known = {"recipe": job.recipe, "cell": cell.name, **asdict(cell), "gpus": cell.gpus, "end": ends[job.name]}
     return known | row(metrics_of(job)), failed
 
 
@@ -178,8 +169,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     recipe's weak cell of one GPU, with the same further settings."""
     whole = [one for one in rows if "step" in one]
     stages = [stage for stage in (*STAGES, "other") if any(one.get(stage) for one in whole)]
-    heads = ["Recipe", "GPUs", "Pictures", "Seconds", *stages, "images/s", "of one GPU's, times the GPUs", "GiB"]
-    heads.append("Count")
+    heads = ["Recipe", "GPUs", "Pictures", "Seconds", *stages]
+    heads += ["images/s", "of one GPU's, times the GPUs", "GiB", "Count"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     alone = {_setting(one): speed(one) for one in whole if one["gpus"] == 1 and one["kind"] == "weak"}
     several = len({tuple(one.get("set", [])) for one in whole}) > 1
@@ -245,7 +236,8 @@ def main() -> None:
     prompts, failed = chosen.prompts or prompts_of_a_gpu(config), list[str]()
     done = {_which(one) for one in logged(chosen.log) if one["end"] == "finished"}
     for cell in cells(chosen.kinds, chosen.gpus, prompts, chosen.divided or [max(chosen.gpus) // 2]):
-        if (chosen.recipe, " ".join(chosen.set), cell.name) in done or (until is not None and time.time() > until):
+        which = _which({"recipe": chosen.recipe, "cell": cell.name, "set": chosen.set})
+        if which in done or (until is not None and time.time() > until):
             continue
         changes = cell.changes(config, chosen.iterations, chosen.device)
         try:
@@ -256,8 +248,8 @@ def main() -> None:
         name = f"{chosen.recipe}, {cell.name}"
         job = Job(name, 0, chosen.recipe, [*chosen.set, *changes], folder_of(chosen.folder, name, 0))
         left = None if until is None else until - time.time()
-        line, not_whole = train(job, cell, chosen.set, chosen.folder / "iterations.jsonl", chosen.first, left)
-        append_line(chosen.log, line)
+        line, not_whole = train(job, cell, chosen.folder / "iterations.jsonl", chosen.first, left)
+        append_line(chosen.log, {**line, "set": chosen.set})
         failed += not_whole
     print(table(logged(chosen.log)))
     refuse_failed(failed)

@@ -141,13 +141,12 @@ class Trials:
                 trial.report(value, step)
                 if trial.should_prune():
                     raise optuna.TrialPruned(f"{self.search.metric} is {value} at step {step}")
+        if value is not None and math.isfinite(value):
+            return TrainedRun(value, child.run_id)
+        trial.set_user_attr("mlflow_run_id", child.run_id)  # of one that has a value whoever asked for it does
         if value is None:
-            trial.set_user_attr("mlflow_run_id", child.run_id)  # of one that has a value whoever asked for it does
             raise ValueError(f"run {config.run_name} never logged {self.search.metric}")
-        if not math.isfinite(value):
-            trial.set_user_attr("mlflow_run_id", child.run_id)
-            raise ValueError(f"run {config.run_name}: {self.search.metric} is {value} at its end, which is no result")
-        return TrainedRun(value, child.run_id)
+        raise ValueError(f"run {config.run_name}: {self.search.metric} is {value} at its end, which is no result")
 
     def _once(self, name: str, train: Callable[[], TrainedRun]) -> TrainedRun:
         """The run of this name, which is trained unless another trial has or does: that is waited for, and its end,

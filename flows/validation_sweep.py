@@ -40,7 +40,6 @@ from tasks.system.late_mlflow import ModelVersion
 from tasks.system.stopwatch import Stopwatch
 
 BASE = "base"
-UNLIKE = "version {0.version}, the champion, could not be measured as it was"
 FOUND_WORSE = "Regression"
 """Name of the state of a sweep that found one. Its type is Completed: a finding is no failure of the sweep, and the
 event `prefect.flow-run.Regression` tells an automation the two apart."""
@@ -112,9 +111,11 @@ class Sweep:
 
     def stale_champion(self, pending: Sequence[ModelVersion]) -> list[ModelVersion]:
         """The champion, where other versions of the rewards have scored it than score today: the others' scores could
-        not be compared with its own."""
+        not be compared with its own. One that `register` did not make is never measured."""
         found = self.measured.champion(self.config.trainer.experiment_name)
-        if found is None or self.measured.of(found) or self.measured.leaves_out(found):
+        if found is None or ITERATION not in found.tags:
+            return []
+        if self.measured.of(found) or self.measured.leaves_out(found):
             return []
         return [found] if found.version not in {version.version for version in pending} else []
 
@@ -195,8 +196,10 @@ class Sweep:
         self, version: ModelVersion, verdict: Verdict, best: ModelVersion | None, tracker: Tracker
     ) -> str | None:
         if verdict.better:
-            unlike = best is not None and verdict.best is None
-            doubt = UNLIKE.format(best) if unlike else promote(self.measured.client, version)
+            if best is not None and ITERATION in best.tags and verdict.best is None:
+                doubt: str | None = f"version {best.version}, the champion, could not be measured as it was"
+            else:
+                doubt = promote(self.measured.client, version)
             told = "is the new champion" if doubt is None else f"is better and not made the champion: {doubt}"
             get_run_logger().info("%s version %s %s", version.name, version.version, told)
         if verdict.wrong is None:

@@ -110,8 +110,13 @@ def ports_for(there: Mapping[str, psutil.Process]) -> dict[str, int]:
     """Those of what is there; else the usual ones, and in place of one that is taken a free one."""
     if not there:
         return {name: free_port(port) for name, port in PORTS.items()}
-    written = exported(ENVIRONMENT) if ENVIRONMENT.is_file() else {}
+    written = _written()
     return {name: urlsplit(written.get(ADDRESSES[name], "")).port or port for name, port in PORTS.items()}
+
+
+def _written() -> dict[str, str]:
+    """The variables that the last `up` has written; none without."""
+    return exported(ENVIRONMENT) if ENVIRONMENT.is_file() else {}
 
 
 def _pool(there: Mapping[str, psutil.Process], name: str | None, runs: int | None, gpus: int | None) -> Pool:
@@ -123,14 +128,15 @@ def _pool(there: Mapping[str, psutil.Process], name: str | None, runs: int | Non
     up = Pool.recorded() if there else None
     if up is not None and "worker" in there and name not in (None, up.name):
         raise ServiceError(f"the worker is up in pool {up.name}, not in {name}: leave --pool out, or `make down` first")
-    if up is None:
-        up = Pool(POOL_NAME, RUNS, _gpu_count() if gpus is None else gpus)
-    return Pool(name or up.name, up.runs if runs is None else runs, up.gpus if gpus is None else gpus)
+    if gpus is None:
+        gpus = _gpu_count() if up is None else up.gpus
+    usual = up or Pool(POOL_NAME, RUNS, gpus)
+    return Pool(name or usual.name, runs or usual.runs, gpus)
 
 
 def _home_of(there: Mapping[str, psutil.Process]) -> dict[str, str]:
     """Where Prefect has its data base: with this folder, so that two checkouts have one each, unless somebody says."""
-    written = exported(ENVIRONMENT) if there and ENVIRONMENT.is_file() else {}
+    written = _written() if there else {}
     given = written.get("PREFECT_HOME") or os.environ.get("PREFECT_HOME") or str(Path.cwd() / ".prefect")
     return {"PREFECT_HOME": given}
 
@@ -150,7 +156,7 @@ def _access_of(living: Mapping[str, psutil.Process], ports: Mapping[str, int]) -
     Raises:
         ServiceError: they are not there, or it is at other ports.
     """
-    names, written = ", ".join(living), exported(ENVIRONMENT) if ENVIRONMENT.is_file() else {}
+    names, written = ", ".join(living), _written()
     if not written.keys() >= {*new_access(), *_urls(0, 0)}:
         raise ServiceError(f"already up ({names}), but {ENVIRONMENT} is not whole: `make down` first")
     wanted = _urls(ports["prefect"], ports["mlflow"])

@@ -10,7 +10,7 @@ import psutil
 import typer
 
 from flows.deploy.service_processes import ask_to_end
-from flows.deploy.service_record import ENVIRONMENT, Pool
+from flows.deploy.service_record import ENVIRONMENT, POOL, Pool, ServiceError
 from tasks.system.access import exported
 from tasks.system.late_mlflow import mlflow
 
@@ -26,7 +26,7 @@ def end_worker_flow_runs(worker: psutil.Process | None) -> None:
     A server that does not answer keeps nothing alive: the next `up` makes up for it.
     """
     processes = _flow_processes(worker)
-    pool = Pool.recorded()
+    pool = _known_pool()
     if not ENVIRONMENT.is_file() or pool is None:
         return ask_to_end(processes.values())
     os.environ |= exported(ENVIRONMENT) | {"PREFECT_CLIENT_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
@@ -43,6 +43,15 @@ def end_worker_flow_runs(worker: psutil.Process | None) -> None:
         typer.echo(f"ended {count} flow run{'s' * (count > 1)}: a training run that is started again continues")
     _attempt("MLflow", fail_dead_runs)
     return None
+
+
+def _known_pool() -> Pool | None:
+    """The pool that is recorded; None, with a line, where the record is damaged: the processes are to end."""
+    try:
+        return Pool.recorded()
+    except ServiceError:
+        typer.echo(f"{POOL} does not say which work pool is up: what flow runs do not say is left to `up`", err=True)
+        return None
 
 
 def _flow_processes(worker: psutil.Process | None) -> dict[str, psutil.Process]:

@@ -15,6 +15,7 @@ import psutil
 
 from models.errors import DoubleflowError
 from tasks.system.access import private_folder, write_private
+from tasks.system.distinct_names import plain_json
 from tasks.system.processes import boot_id, lives
 
 HERE = Path(".services")
@@ -39,7 +40,7 @@ class Pool:
 
     @classmethod
     def recorded(cls) -> "Pool | None":
-        """The one that was recorded, as long as the servers or the worker live; None without.
+        """The one that the last `up` has recorded, whether anything of it still lives or not; None without.
 
         Raises:
             ServiceError: the record is damaged, or of an older version.
@@ -115,20 +116,13 @@ def recorded_in(file: Path) -> dict[str, Recorded]:
     if not file.is_file():
         return {}
     try:
-        record = json.loads(file.read_text(), object_pairs_hook=_once)
+        record = plain_json(file.read_text())  # of two processes under one name only one would be ended
         return {name: _checked(entry) for name, entry in record.items()}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ServiceError(
             f"{file} cannot be read ({error}): end the servers and the worker by hand, if they run (`pgrep -af "
             f"'prefect|mlflow'`), then remove {file.parent}/"
         ) from error
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of two processes under one name only one would be ended."""
-    if len(dict(pairs)) != len(pairs):
-        raise ValueError("a name stands there twice")
-    return dict(pairs)
 
 
 def _checked(entry: Any) -> Recorded:

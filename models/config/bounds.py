@@ -9,7 +9,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, Field
@@ -27,9 +27,9 @@ MOST_PROCESSES = 4096
 MOST_THREADS = 4096
 """CPUs, or threads, of one machine."""
 MOST_GPUS = 64
+"""GPUs of one process, all on one machine."""
 LEAST_SHARE = 1e-4
 """Of a GPU, that Ray counts."""
-"""GPUs of one process, all on one machine."""
 MOST_BATCH = 1_000_000
 """Prompts or samples that are in memory together."""
 MOST_FRAMES = 10_000
@@ -68,19 +68,24 @@ DEEPEST_OPTIONS = 20
 """Mappings and lists inside one another."""
 
 
-def check_truth(value: Any, annotation: Any) -> Any:
-    """The value as it is, unless it is a bool for a field of numbers, which pydantic would take for 1 or 0.
+def check_given(value: Any, annotation: Any) -> Any:
+    """The value as it is, unless pydantic would take it for another: a bool for 1 or 0, a blank path for ".".
 
     Args:
         annotation: the field's type.
 
     Raises:
-        ValueError: it is, or a list of such values is for a list.
+        ValueError: it is a bool for a field of numbers, or text for a path that `check_text` refuses, or a list of such
+            values is for a list.
     """
     kinds = {*_kinds(annotation)}
     given = value if isinstance(value, list | tuple) else (value,)
     if kinds & {int, float} and bool not in kinds and any(isinstance(one, bool) for one in given):
         raise ValueError(f"it is {str(value).lower()}, which is no number: give a number")
+    if Path in kinds:
+        for text in given:
+            if isinstance(text, str):
+                check_text(text)
     return value
 
 

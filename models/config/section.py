@@ -11,8 +11,8 @@ from models.config.bounds import (
     MOST_BATCH,
     MOST_NOISE_LEVELS,
     MOST_RATIO,
+    check_given,
     check_texts,
-    check_truth,
 )
 
 AUTO: Literal["auto"] = "auto"
@@ -60,8 +60,8 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        return check_truth(value, cls.model_fields[str(info.field_name)].annotation)
+    def _is_what_was_given(cls, value: Any, info: ValidationInfo) -> Any:
+        return check_given(value, cls.model_fields[str(info.field_name)].annotation)
 
     @field_validator("*")
     @classmethod

@@ -21,7 +21,6 @@ from ray.exceptions import AuthenticationError
 
 from models.errors import no_room_for
 from models.runtime import compile_cache, determinism
-from tasks.actors import late_daemons
 from tasks.actors.daemons import begun_daemons, needed_daemons
 from tasks.actors.late_daemons import daemon_lives, waited_for
 from tasks.actors.ray_address import ClusterError, require_listener
@@ -156,8 +155,9 @@ def ray_cluster(
         with _own_daemons_ended() as before:
             # Of Ctrl-C Ray sees to that itself.
             kept = kept_from_below(signal.SIGHUP)
-            with _own_handler_of_sigterm(), kept, waited_for(before), set_up_at_once() if forks else nullcontext():
-                _connect(config, address, place, before)
+            at_once = set_up_at_once() if forks else nullcontext()
+            with _own_handler_of_sigterm(), kept, waited_for(before) as latest, at_once:
+                _connect(config, address, place, before, latest)
             with needed_daemons(before):
                 yield forks
 
@@ -184,18 +184,19 @@ class LateStart(ClusterError):
     """Ray's daemon was not there in its time."""
 
 
-def _connect(config: RayConfig, address: str | None, place: Mapping[str, Any], before: set[psutil.Process]) -> None:
-    """Join the cluster at the address, or start one: again where its daemon gave up, as on a host that was busy, until
-    `late_daemons.LATEST_SECONDS` are over.
+def _connect(
+    config: RayConfig, address: str | None, place: Mapping[str, Any], before: set[psutil.Process], latest: float
+) -> None:
+    """Join the cluster at the address, or start one: again where its daemon gave up, as on a host that was busy.
 
     Args:
         before: this process's children that are not of that cluster, to which daemons are added that are no more.
+        latest: until when one is started again, by `time.monotonic`.
 
     Raises:
         ClusterError: there is none.
         OSError: Ray's disk is full.
     """
-    latest = time.monotonic() + late_daemons.LATEST_SECONDS
     while True:
         try:
             return _start_or_join(config, address, place)

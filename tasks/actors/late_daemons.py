@@ -27,8 +27,12 @@ def daemon_lives(before: Set[psutil.Process]) -> bool:
 
 
 @contextmanager
-def waited_for(before: Set[psutil.Process]) -> Iterator[None]:
-    """A cluster that is started in the block may be so late, as long as its daemon, none of those processes, lives."""
+def waited_for(before: Set[psutil.Process]) -> Iterator[float]:
+    """A cluster that is started in the block may be so late, as long as its daemon, none of those processes, lives.
+
+    Returns:
+        until when, by `time.monotonic`.
+    """
     services: Any = ray._private.services
     look = services.get_node
     latest = time.monotonic() + LATEST_SECONDS
@@ -44,6 +48,6 @@ def waited_for(before: Set[psutil.Process]) -> Iterator[None]:
 
     services.get_node = get_node
     try:
-        yield
+        yield latest
     finally:
         services.get_node = look

@@ -54,18 +54,16 @@ def get_loaded(
                 raise
         answered = wait(answers, 0)
         late = [number for number, answer in enumerate(answers) if answer not in answered]
-        starts = {number: _starts(actors[number]) for number in late}
-        begun = starts | begun
-        if dying := [number for number in late if starts[number] - begun[number] >= MOST_STARTS]:
-            for number in dying:
-                ray.kill(actors[number])
-            raise dies_at_once([names[number] for number in dying])
-        now = time.monotonic()
-        since |= {number: now for number in late if number not in since and _has_process(actors[number])}
+        states, now = {number: _state_of(actors[number]) for number in late}, time.monotonic()
+        begun = {number: _starts(state) for number, state in states.items()} | begun
+        since = {number: now for number, state in states.items() if _has_process(state)} | since
+        dying = [number for number, state in states.items() if _starts(state) - begun[number] >= MOST_STARTS]
         hung = [number for number in late if now - since.get(number, now) >= seconds]
+        for number in dying or hung:
+            ray.kill(actors[number])
+        if dying:
+            raise dies_at_once([names[number] for number in dying])
         if hung:
-            for number in hung:
-                ray.kill(actors[number])
             raise not_loaded([names[number] for number in hung], seconds)
 
 
@@ -101,28 +99,27 @@ class LoadWatch:
         self.seconds = seconds
         self.error: NotLoaded | None = None
         self._since: dict[tuple[str, int], float] = {}
-        self._begun: dict[str, int] = {}
+        self._starts: dict[str, int] = {}
+        self._deaths: dict[str, int] = {}
 
     def look(self, actors: Mapping[str, Any]) -> None:
         """Note which of the actors, by what they are called, load now, and end those that have for too long."""
-        now, loading, dying = time.monotonic(), dict[tuple[str, int], float](), list[str]()
-        for name, actor in actors.items():
-            found = _state_of(actor)
-            if starts := _starts_while_loading(found):
-                loading[name, starts] = self._since.get((name, starts), now)
-            starts = found.get("NumRestarts", 0)
-            self._begun[name] = starts if found.get("State") == "ALIVE" else self._begun.get(name, starts)
-            dying += [name] if starts - self._begun[name] >= MOST_STARTS else []
-        self._since = loading
+        now, states = time.monotonic(), {name: _state_of(actor) for name, actor in actors.items()}
+        starts = {name: _starts(state) for name, state in states.items()}
+        for name, state in states.items():  # of several deaths since the last look some may be of processes that lived
+            died = starts[name] > self._starts.get(name, starts[name])
+            self._deaths[name] = 0 if state.get("State") == "ALIVE" else self._deaths.get(name, 0) + died
+        self._starts = starts
+        loading = [(name, starts[name]) for name, state in states.items() if _is_loading_again(state)]
+        self._since = {start: self._since.get(start, now) for start in loading}
+        dying = [name for name in states if self._deaths[name] >= MOST_STARTS]
+        hung = [name for (name, _), since in self._since.items() if now - since >= self.seconds]
         if dying:
             self.error = dies_at_once(dying)
-            for name in dying:
-                ray.kill(actors[name])
-        hung = [name for (name, _), since in loading.items() if now - since >= self.seconds]
         if hung:
             self.error = not_loaded([f"{name}, which was started again" for name in hung], self.seconds)
-            for name in hung:  # their calls fail then
-                ray.kill(actors[name])
+        for name in {*dying, *hung}:  # their calls fail then
+            ray.kill(actors[name])
 
 
 @contextmanager
@@ -148,21 +145,19 @@ def ended_for_good(actor: Any) -> bool:
     return cause is not None and "ray.kill" in cause.actor_died_error_context.error_message
 
 
-def _has_process(actor: Any) -> bool:
+def _has_process(state: Mapping[str, Any]) -> bool:
     """Else it waits for room; an earlier process of its has left its number, but no address."""
-    return bool(_state_of(actor).get("Address", {}).get("IPAddress"))
+    return bool(state.get("Address", {}).get("IPAddress"))
 
 
-def _starts(actor: Any) -> int:
+def _starts(state: Mapping[str, Any]) -> int:
     """How often it was started again."""
-    return int(_state_of(actor).get("NumRestarts", 0))
+    return int(state.get("NumRestarts", 0))
 
 
-def _starts_while_loading(found: Mapping[str, Any]) -> int:
-    """Of `_state_of`: how often it was started again, this time included; 0 where it has no process whose constructor
-    is at work."""
-    loads = found.get("State") == "RESTARTING" and found["Address"]["IPAddress"]
-    return found["NumRestarts"] if loads else 0
+def _is_loading_again(state: Mapping[str, Any]) -> bool:
+    """Has it been started again, and is its constructor at work?"""
+    return state.get("State") == "RESTARTING" and _has_process(state)
 
 
 def _state_of(actor: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from models.errors import DoubleflowError
-from tasks.actors.loading import LoadWatch
+from tasks.actors.loading import LoadWatch, NotLoaded
 
 POLL_S = 2.0
 ANSWER_S = 5.0
@@ -286,14 +286,16 @@ def watched_machines(
 
     Raises:
         MachineLost: one is lost that held actors which are not started again; in place of the error that came of it.
-        NotLoaded: an actor that was started again has not loaded in time; likewise.
+        NotLoaded: an actor that was started again has not loaded in time, or its processes die as they begin; likewise.
     """
     watch = MachineWatch(groups, log, load_seconds)
     try:
         yield watch
-    except RayError as error:
-        if watch.loads.error is not None:
+    except (RayError, NotLoaded) as error:
+        if watch.loads.error is not None:  # who waited knows that an actor was ended, and the watch why
             raise watch.loads.error from error
+        if isinstance(error, NotLoaded):
+            raise
         if isinstance(error, RayTaskError) and isinstance(error.cause, DoubleflowError):
             raise
         lost = watch.verdict()

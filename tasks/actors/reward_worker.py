@@ -129,17 +129,27 @@ class RewardWorker:
             self.reward = self._current_reward()
             result = self._timed(batch, prompts)
             for _ in range(self.config.retries):
-                missing = np.flatnonzero(np.isnan(result.scores))
-                if not len(missing) or not self._is_another_asked():
+                if not (calls := self._worth_asking_again(result)):
                     break
-                again = self._timed_or_missing(batch[missing], [prompts[index] for index in missing])
-                result = filled_in(result, missing, again)
+                for missing in calls:
+                    again = self._timed_or_missing(batch[missing], [prompts[index] for index in missing])
+                    result = filled_in(result, missing, again)
         except RewardError as error:
             return error
         except Exception as error:
             time.sleep(self.config.retry_wait_s)
             raise RewardRaised(said(error)) from error
         return replace(result, version=str(self.reward.version))
+
+    def _worth_asking_again(self, result: RewardResult) -> list[np.ndarray]:
+        """Indices of samples without a score, of each further call: all of them where another model is asked by now,
+        else those that raised, once `retry_wait_s` are over."""
+        missing = np.flatnonzero(np.isnan(result.scores))
+        if len(missing) and self._is_another_asked():
+            return [missing]
+        if result.raised:
+            time.sleep(self.config.retry_wait_s)
+        return [np.array(together) for together in result.raised]
 
     def _is_another_asked(self) -> bool:
         """Has the model that gave no scores died, and is another in its place by now? One that lives has answered."""
@@ -159,7 +169,8 @@ class RewardWorker:
         except Exception as error:
             reason = said(error)
             nothing, seconds = np.full(len(prompts), np.nan), time.perf_counter() - begun
-            return RewardResult(nothing, {"error": [reason] * len(prompts)}, seconds)
+            together = tuple(range(len(prompts)))
+            return RewardResult(nothing, {"error": [reason] * len(prompts)}, seconds, raised=(together,))
 
     def _timed(self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
         """The scores and their seconds; a process of which it takes longer than `timeout_s` ends."""
@@ -201,4 +212,7 @@ def filled_in(result: RewardResult, missing: np.ndarray, again: RewardResult) ->
         details[name] = list(result.details.get(name, [None] * len(scores)))
         for index, value in zip(missing, again.details.get(name, [None] * len(missing)), strict=True):
             details[name][index] = value
-    return replace(again, scores=scores, details=details, seconds=result.seconds + again.seconds)
+    raised = [together for together in result.raised if not {*together} <= {*missing.tolist()}]
+    raised += [tuple(missing[list(together)].tolist()) for together in again.raised]
+    seconds = result.seconds + again.seconds
+    return replace(again, scores=scores, details=details, seconds=seconds, raised=tuple(raised))

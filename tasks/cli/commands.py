@@ -224,11 +224,12 @@ def _of_folder(folder: Path) -> tuple[str, str]:
     """(MLflow run id, MLflow's URI) of a run's folder. Raises RecipeError where its record does not say them."""
     record = read_yaml(folder / "run.json", "give the MLflow run id")
     try:
-        if record["mlflow_run_id"] is not None:  # which says that it is to go on in a new one
-            return str(record["mlflow_run_id"]), str(record["config"]["tracking"]["uri"])
-        raise KeyError("mlflow_run_id")
-    except (KeyError, TypeError) as error:
-        raise RecipeError(f"{folder / 'run.json'} does not name an MLflow run: give the MLflow run id") from error
+        found, uri = record["mlflow_run_id"], record["config"]["tracking"]["uri"]
+    except (KeyError, TypeError):
+        found = uri = None
+    if found is None:  # null says that it is to go on in a new one
+        raise RecipeError(f"{folder / 'run.json'} does not name an MLflow run: give the MLflow run id")
+    return str(found), str(uri)
 
 
 def _recorded(tracking: str | None, *runs: str) -> TrackingConfig:

@@ -77,7 +77,7 @@ def _is(value: Any) -> str:
     return f" is {value!r}" if scalar and len(repr(value)) <= LONGEST_VALUE else " is of another kind"
 
 
-def _no_field(path: str, root: type, holder: type | None, last: object = None) -> str:
+def _no_field(path: str, root: type, holder: type | None, last: int | str) -> str:
     if isinstance(last, str) and "." in last and ":" not in last and holder is not None:
         outer, *inner = last.split(".")
         return f"{last!r} is one name with dots: write sections within one another, as in {outer}: {{{inner[0]}: ...}}"

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values that a command takes by name, `--option name=value`, before it knows what they are for."""
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -10,28 +9,15 @@ import yaml
 
 from models.registry import SHORT_NUMBER
 from tasks.config.errors import NO_YAML, ConfigError, why_no_yaml
+from tasks.system.distinct_names import DistinctLoader
 
-MERGE, FLOAT, INT = (f"tag:yaml.org,2002:{kind}" for kind in ("merge", "float", "int"))
-
-
-class OnceLoader(yaml.SafeLoader):
-    """YAML in which no name stands twice in a mapping: of two the later one would count, without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Raises yaml.constructor.ConstructorError. What is merged by << may stand there once more."""
-        seen = set[str]()
-        for key, _ in node.value:
-            if key.tag == MERGE or not isinstance(key, yaml.ScalarNode):
-                continue
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands there twice", key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
+FLOAT, INT = (f"tag:yaml.org,2002:{kind}" for kind in ("float", "int"))
 
 
-class _Loader(OnceLoader):
-    """And 1e-3 is a number, which PyYAML takes for text, by YAML 1.1: a field of numbers makes one of that, but an
-    option, whose kind nobody may know, would stay text. 1_2, 010 and 1:30 are text, as in YAML 1.2."""
+class _Loader(DistinctLoader):
+    """YAML in which 1e-3 is a number. PyYAML takes it for text, by YAML 1.1: a field of numbers makes one of that, but
+    an option, whose kind nobody may know, would stay text. 1_2 and 1:30 are text, as in YAML 1.2; so is 010, which is 8
+    to one reader and 10 to another."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in (FLOAT, INT)]
@@ -45,25 +31,6 @@ for _tag, _pattern in (
     (INT, r"[-+]?(?:0|[1-9][0-9]*|0x[0-9a-fA-F]+)"),
 ):
     _Loader.add_implicit_resolver(_tag, re.compile(f"(?:{_pattern})$"), [*"-+.0123456789"])
-
-
-def plain_yaml(text: str) -> Any:
-    """YAML as other programs read it, but for names that stand twice. Raises one of `NO_YAML`."""
-    return yaml.load(text, OnceLoader)
-
-
-def plain_json(text: str) -> Any:
-    """JSON in which no name stands twice. Raises one of `NO_YAML`."""
-    return json.loads(text, object_pairs_hook=_once)
-
-
-def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{name!r} stands there twice")
-        found[name] = value
-    return found
 
 
 def typed_value(text: str) -> Any:

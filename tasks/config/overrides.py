@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue, SkipJsonSchema
 from pydantic_core import CoreSchema
 
-from models.config.bounds import check_truth
+from models.config.bounds import check_given
 from tasks.config.errors import ConfigError, section_of, type_below
 
 DEEPEST = 40
@@ -110,8 +110,8 @@ class Form(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        return check_truth(value, cls.model_fields[str(info.field_name)].annotation)
+    def _is_what_was_given(cls, value: Any, info: ValidationInfo) -> Any:
+        return check_given(value, cls.model_fields[str(info.field_name)].annotation)
 
     @model_serializer(mode="plain")
     def _only_what_was_set(self) -> dict[str, Any]:

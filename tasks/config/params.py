@@ -20,15 +20,15 @@ from models.config.bounds import (
     MOST_PROCESSES,
     MOST_THREADS,
     Seed,
+    check_given,
     check_texts,
-    check_truth,
 )
 from models.errors import DoubleflowError
 from models.tiny_qwen_image.settings import TinySettings
 from models.words_stable_diffusion_3.settings import WordsSettings
 from tasks.config.data import DIGITS, DataSetName, Split, data_folder
 from tasks.config.errors import NO_YAML, described
-from tasks.config.named_values import plain_yaml
+from tasks.system.distinct_names import plain_yaml
 
 RAW = "data/raw/"
 PROMPTS = Path("data/prompts.parquet")
@@ -56,13 +56,13 @@ class _Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+    def _is_what_was_given(cls, value: Any, info: ValidationInfo) -> Any:
         annotation = cls.model_fields[str(info.field_name)].annotation
         if is_dataclass(annotation) and isinstance(value, dict):
             kinds = get_type_hints(annotation)
             for name, number in value.items():
-                check_truth(number, kinds.get(name))
-        return check_truth(value, annotation)
+                check_given(number, kinds.get(name))
+        return check_given(value, annotation)
 
     @field_validator("*")
     @classmethod

@@ -6,7 +6,7 @@ Field names follow the reference system (VeRL-Omni), so its users find their kno
 place; what the reference mirrors between sections stands once here.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
 
@@ -150,16 +150,15 @@ class RunSections(Section):
         return [self.data.prompts, *embeddings, Path(model.path), *start, *pairs]
 
 
-def gpus_for(processes: Iterable[float]) -> float:
+def gpus_for(processes: Sequence[float]) -> float:
     """GPUs on which these processes have room, each of which takes whole ones or a share of a single one: their sum, or
     more where what is left of one GPU is too little for any."""
-    taken = sorted(filter(None, processes), reverse=True)
-    left: list[float] = []
-    for share in (share for share in taken if share < 1):
+    shares, left = sorted((share for share in processes if 0 < share < 1), reverse=True), list[float]()
+    for share in shares:
         place = next((place for place, room in enumerate(left) if room >= share - LEAST_SHARE), None)
         if place is None:
-            left.append(1.0)
-            place = len(left) - 1
-        left[place] -= share
-    whole, shared = sum(share for share in taken if share >= 1), sum(share for share in taken if share < 1)
-    return whole + (shared if ceil(shared - LEAST_SHARE) >= len(left) else len(left))
+            left.append(1 - share)
+        else:
+            left[place] -= share
+    shared = sum(shares) if ceil(sum(shares) - LEAST_SHARE) >= len(left) else len(left)
+    return sum(process for process in processes if process >= 1) + shared

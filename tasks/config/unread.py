@@ -27,7 +27,7 @@ READ_BY_LOSSES = {
 }
 """Field of `diffusion_loss` -> those of the project's losses that read it; one of your own may read any."""
 KEEP_OLD_POLICY = {"diffusion_nft", "awm"}
-REWARDS = "reward.functions"
+ENCODER, REWARDS = "data.text_encoder", "reward.functions"
 OWN_REWARDS = {f"{REWARDS}.{label}" for label in TrainConfig().reward.functions}
 TRUE_ANYHOW = ((f"{KERNEL}.noise_level", 0.0),)
 """Values that say what is done without them: samples that nothing explores are the ODE's."""
@@ -157,7 +157,7 @@ RULES = (
         lambda config: _loss(config) == "distill_kl",
         "loss {loss} compares with no old log-probs",
     ),
-    Unread(("data.text_encoder",), lambda config: not config.data.is_live, "data.embeddings is not live"),
+    Unread((ENCODER,), lambda config: not config.data.is_live, "data.embeddings is not live"),
     Unread(
         ("data.pairs",),
         lambda config: config.is_online and config.data.name is None,
@@ -174,6 +174,22 @@ RULES = (
         lambda config: not config.is_online,
         "algorithm.sample_source offline starts neither rollout nor rewards, which flows.validate does",
     ),
+    Unread(
+        _below(ENCODER, "num_gpus", "enable_sleep_mode"),
+        lambda config: config.data.text_encoder.device == "cpu",
+        "data.text_encoder.device is cpu",
+    ),
+    Unread(
+        (f"{ENCODER}.num_gpus",),
+        lambda config: config.data.text_encoder.is_colocated,
+        "data.text_encoder.placement is colocated, which takes no GPU besides",
+    ),
+    Unread(
+        (f"{ROLLOUT}.num_gpus_per_actor",),
+        lambda config: config.shares_gpus,
+        "rollout.placement is colocated, where a worker takes what its rank's GPU leaves",
+    ),
+    Unread((f"{ROLLOUT}.num_gpus_per_actor",), lambda config: config.trainer.device == "cpu", "trainer.device is cpu"),
     Unread((f"{ACTOR}.guidance_gradient",), _is_unguided, "rollout.pipeline asks for no guidance"),
     Unread(
         (f"{ROLLOUT}.enable_sleep_mode",),

@@ -35,7 +35,7 @@ FORMATS = ("PNG", "JPEG")
 SIDEWAYS = range(5, 9)
 """EXIF's orientations that are turned by a quarter."""
 DEEPER = ("I", "F")
-"""Pillow's modes of more than 8 bits, of which it would clip what is above 255."""
+"""Pillow's modes of more than 8 bits, of which it would clip what is above 255; of colours it takes the high byte."""
 PICTURE_ERRORS = (
     *(OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, struct.error, zlib.error),
     Image.DecompressionBombError,
@@ -211,16 +211,17 @@ def write_pairs(
 def _pixels(sides: dict[str, Any], side: str, pair: Pair, where: str) -> np.ndarray:
     try:
         picture = ImageOps.exif_transpose(_opened(sides[side]["image"]))  # as whoever chose between them saw it
-        if picture.mode.startswith(DEEPER):
-            raise DatasetError(
-                f"{where}: the {side} picture of pair {pair.uid!r} has more than 8 bits a pixel (mode {picture.mode}): "
-                "save it as 8 bits"
-            )
-        return np.asarray(picture.convert("RGB"))
+        pixels = np.asarray(picture.convert("RGB"))
     except PICTURE_ERRORS as error:
         raise DatasetError(
             f"{where}: the {side} picture of pair {pair.uid!r} is damaged: {error}; replace it or leave the pair out"
         ) from error
+    if picture.mode.startswith(DEEPER):
+        raise DatasetError(
+            f"{where}: the {side} picture of pair {pair.uid!r} has more than 8 bits a pixel (mode {picture.mode}): "
+            "save it as 8 bits"
+        )
+    return pixels
 
 
 def _opened(content: bytes) -> Image.Image:

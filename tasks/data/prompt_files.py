@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from models.errors import DoubleflowError
 from tasks.config.data import Split
+from tasks.system.distinct_names import plain_json
 
 SPLITS = get_args(Split)
 NEGATIVE_UID = "negative"
@@ -94,7 +95,7 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def _json_object(line: str, source: str) -> dict[str, Any]:
     try:
-        row = json.loads(line, object_pairs_hook=_distinct_keys)
+        row = plain_json(line)
     except json.JSONDecodeError as error:
         raise DatasetError(f"{source}: broken JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:  # a key twice, a number of too many digits, brackets too deep
@@ -102,15 +103,6 @@ def _json_object(line: str, source: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise DatasetError(f'{source}: a line must be one JSON object like {{"prompt": "a red cup"}}')
     return row
-
-
-def _distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs. JSON leaves open which of two equal keys counts, so it is neither."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands there twice")
-    return found
 
 
 def _lines(path: Path) -> list[str]:

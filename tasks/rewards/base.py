@@ -45,12 +45,14 @@ class RewardResult:
     A detail's values are numbers, or all bools, or all text, with None among them; `Reward` makes text of any other.
     One of numbers is a metric, so its name has at most 100 letters, digits and _ . - / : and blanks.
     `seconds` is what its worker spent on it, and `version` the reward's there; a reward leaves both out.
+    `raised` has the indices of samples, together those whose scores failed together of what another try may cure.
     """
 
     scores: np.ndarray
     details: dict[str, list] = field(default_factory=dict)
     seconds: float = 0.0
     version: str = ""
+    raised: tuple[tuple[int, ...], ...] = ()
 
 
 class Reward(ABC):
@@ -184,13 +186,14 @@ class Reward(ABC):
             details["error"] = [None if _kind(v) is None else _text(v) for v in details["error"]]
         missing = ~np.isfinite(scores)
         if not missing.any():
-            return RewardResult(scores, details)
+            return RewardResult(scores, details, raised=result.raised)
         said = details.get("error", [None] * len(scores))
         error = [
             f"{NOT_FINITE} {value}" if gone and reason is None else reason
             for value, gone, reason in zip(given, missing, said, strict=True)
         ]
-        return RewardResult(np.where(missing, np.float32(np.nan), scores), details | {"error": error})
+        scores = np.where(missing, np.float32(np.nan), scores)
+        return RewardResult(scores, details | {"error": error}, raised=result.raised)
 
     def _check_metrics(self, details: Mapping[str, Sequence[Any]]) -> None:
         """Known at the first scores: MLflow would say so of a whole iteration."""
@@ -276,7 +279,8 @@ def _mean_over_frames(result: RewardResult, frames: int) -> RewardResult:
     if "error" in details:  # the first one: a video has one reason to be missing
         details["error"] = [next((e for e in errors if e is not None), None) for errors in details["error"]]
     means = result.scores.reshape(-1, frames).mean(1, dtype=np.float64)  # in float32 large scores' sum is infinite
-    return RewardResult(means.astype(np.float32), details)
+    raised = tuple(tuple(dict.fromkeys(index // frames for index in together)) for together in result.raised)
+    return RewardResult(means.astype(np.float32), details, raised=raised)
 
 
 _REGISTRY: dict[str, type[Reward]] = {}

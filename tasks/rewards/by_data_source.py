@@ -32,7 +32,8 @@ class ByDataSource(Reward):
     """The score of the reward that `sources` names for the prompt's `data_source`.
 
     Each reward's own scores stand in the detail `score_<source>`, its details in `<detail>_<source>`; None elsewhere.
-    One that raises leaves its own samples without a score, as long as another one has scores.
+    One that raises leaves its own samples without a score, as long as another one has scores; its worker asks for
+    those again, `retries` times.
     The advantages compare samples of one prompt, so scores on different scales do no harm unless
     `algorithm.global_std` is on.
     """
@@ -89,9 +90,9 @@ class ByDataSource(Reward):
         images = images[:, 0] if images.ndim == 5 and images.shape[1] == 1 else images
         scores = np.full(len(images), np.nan, np.float32)
         details: dict[str, list[Any]] = {}
-        sources, raised = [_source(prompt, self._rewards) for prompt in prompts], list[Exception]()
-        for source in dict.fromkeys(sources):
-            rows = [row for row, of in enumerate(sources) if of == source]
+        sources, raised = [_source(prompt, self._rewards) for prompt in prompts], dict[str, Exception]()
+        own = {source: [row for row, of in enumerate(sources) if of == source] for source in dict.fromkeys(sources)}
+        for source, rows in own.items():
             result = self._scored(source, images[rows], [prompts[row] for row in rows], raised)
             scores[rows] = result.scores
             columns = {k if k == "error" else f"{k}_{source}": values for k, values in result.details.items()}
@@ -100,12 +101,12 @@ class ByDataSource(Reward):
                 placed = details.setdefault(column, [None] * len(images))
                 for row, value in zip(rows, values, strict=True):
                     placed[row] = value
-        if raised and len(raised) == len(set(sources)):
-            raise raised[0]
-        return RewardResult(scores, details)
+        if raised and len(raised) == len(own):
+            raise next(iter(raised.values()))
+        return RewardResult(scores, details, raised=tuple(tuple(own[source]) for source in raised))
 
     def _scored(
-        self, source: str, images: np.ndarray, prompts: Sequence[ScoredPrompt], raised: list[Exception]
+        self, source: str, images: np.ndarray, prompts: Sequence[ScoredPrompt], raised: dict[str, Exception]
     ) -> RewardResult:
         """Of one source; no scores, and one more in `raised`, where its reward raises what another try may cure."""
         try:
@@ -113,7 +114,7 @@ class ByDataSource(Reward):
         except RewardError:
             raise
         except Exception as error:
-            raised.append(error)
+            raised[source] = error
             reason = f"{type(error).__name__}: {error}"
             return RewardResult(np.full(len(images), np.nan), {"error": [reason] * len(images)})
 

@@ -4,6 +4,7 @@
 import logging
 from collections.abc import Iterator
 
+from models.algorithms import get_diffusion_loss_fn
 from models.training.schedules import check_span
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
@@ -13,16 +14,32 @@ log = logging.getLogger(__name__)
 
 def check_length(config: TrainConfig) -> None:
     """The run makes as many optimiser steps as its settings are for."""
-    ema, planned = config.actor_rollout_ref.actor.ema, config.planned_optimizer_steps
+    planned = config.planned_optimizer_steps
+    _check_copies_move(config, planned)
+    after_span = check_span(config.scheduled_actor.optim, planned)
+    for beyond in filter(None, (after_span, *_beyond_the_end(config, planned), *_never(config))):
+        log.warning(beyond)
+
+
+def _check_copies_move(config: TrainConfig, planned: int) -> None:
+    """What follows the weights does so within the run.
+
+    Args:
+        planned: optimiser steps of the whole run.
+    """
+    ema, last = config.actor_rollout_ref.actor.ema, config.trainer.total_training_steps
     if ema.enable and planned < ema.update_interval:
         raise ConfigError(
             f"actor.ema.update_interval is {ema.update_interval}, but the run makes {planned} optimiser steps, so the "
             "average that it validates and exports would never move: lower it to at most that, let the run be longer, "
             "or set actor.ema.enable to false"
         )
-    after_span = check_span(config.scheduled_actor.optim, planned)
-    for beyond in filter(None, (after_span, *_beyond_the_end(config, planned))):
-        log.warning(beyond)
+    loss, interval = config.actor_rollout_ref.actor.diffusion_loss, config.algorithm.old_policy_update_interval
+    if interval > last and get_diffusion_loss_fn(loss.loss_mode, loss.options).keeps_old_policy():
+        raise ConfigError(
+            f"algorithm.old_policy_update_interval is {interval}, but the run ends with iteration {last}, so the old "
+            f"policy of loss {loss.loss_mode} would never move: lower it to at most that, or let the run be longer"
+        )
 
 
 def _beyond_the_end(config: TrainConfig, planned: int) -> Iterator[str]:
@@ -40,3 +57,24 @@ def _beyond_the_end(config: TrainConfig, planned: int) -> Iterator[str]:
     late = ", ".join(str(number) for number in config.trainer.profile.iterations if number > last)
     if late:
         yield f"trainer.profile.iterations names {late}, but the run ends with iteration {last}: they have no traces"
+
+
+def _never(config: TrainConfig) -> Iterator[str]:
+    """A sentence for each setting of what does not come about before the run's end, likewise."""
+    trainer, algo, guards = config.trainer, config.actor_rollout_ref.rollout.algo, config.reward.guards
+    last, mode = trainer.total_training_steps, algo.sde_window_mode
+    explores = config.algorithm.trainer_type == "policy_gradient"
+    if explores and mode != "random" and algo.iters_per_group >= last:
+        yield (
+            f"rollout.algo.sde_window_mode is {mode} and iters_per_group {algo.iters_per_group}, but the run ends with "
+            f"iteration {last}: the window never moves"
+        )
+    if guards.action == "stop":
+        # The first validation has none before it; that of the last iteration leaves nothing to be stopped.
+        before, needed = trainer.val_before_train + (last - 1) // trainer.test_freq, guards.validations + 1
+        if before < needed:
+            yield (
+                f"reward.guards.action is stop, but the run ends with iteration {last}, before which it has {before} "
+                f"of the {needed} validations that a flag needs: lower trainer.test_freq or reward.guards.validations, "
+                "let the run be longer, or set action to flag"
+            )

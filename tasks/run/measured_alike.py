@@ -4,6 +4,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -18,8 +19,33 @@ MEASUREMENTS = "validations.json"
 """A run's artifact: the first iteration that is validated in a way -> the fields of that."""
 
 
+@dataclass(frozen=True)
+class RecordedMeasurements:
+    """How a run's validations were measured before a start: the first iteration that was validated in a way -> its
+    fields.
+
+    Attributes:
+        written: what `MEASUREMENTS` holds.
+        counted: without those by which none was, as of a start that was ended before. Of a run of an older version all
+            were by its last config. Versions of rewards that the last of them lacks, as older versions of this code
+            recorded none, are those of the start before.
+    """
+
+    written: Mapping[int, Mapping[str, Any]]
+    counted: Mapping[int, Mapping[str, Any]]
+
+    def otherwise(self, fields: Mapping[str, Any]) -> list[str]:
+        """What of the fields was another when a validation was last measured: what it is, and was."""
+        last = self.counted[max(self.counted)] if self.counted else {}
+        return [
+            f"{path.partition('.')[2]} is {value} and was {last[path]}"
+            for path, value in fields.items()
+            if last.get(path, value) != value
+        ]
+
+
 def measured_otherwise(
-    config: TrainConfig, tags: Mapping[str, str], tracker: Tracker, measurements: Mapping[int, Mapping[str, Any]]
+    config: TrainConfig, tags: Mapping[str, str], tracker: Tracker, measurements: RecordedMeasurements
 ) -> Iterator[str]:
     """A sentence for what MLflow has of a run that goes on and this start measures in another way: what its curves then
     have side by side is not comparable.
@@ -37,7 +63,7 @@ def measured_otherwise(
             "cannot be compared; another reward is for another run, which model.initial_weights lets begin from "
             "these weights"
         )
-    if measurements and (other := _other(_fields(config), measurements[max(measurements)])):
+    if other := measurements.otherwise(_fields(config)):
         yield (
             f"validation is another than up to iteration {last} ({', '.join(other)}): held-out rewards before and "
             "after cannot be compared, and guards begin anew; set it back, and measure otherwise with flows.validate"
@@ -51,10 +77,7 @@ def other_versions(tags: Mapping[str, str], others: Mapping[str, str]) -> list[s
 
 
 def record_measurement(
-    config: TrainConfig,
-    reward_versions: Mapping[str, str],
-    tracker: Tracker,
-    measurements: Mapping[int, Mapping[str, Any]],
+    config: TrainConfig, reward_versions: Mapping[str, str], tracker: Tracker, measurements: RecordedMeasurements
 ) -> None:
     """Have MLflow know from which iteration on validations are measured as this start does. To be called before it has
     the start's config.
@@ -66,10 +89,10 @@ def record_measurement(
         reward_versions: what `version_tags` gives of this start.
         measurements: what `recorded_measurements` gives.
     """
-    fields, changed = _fields(config) | dict(reward_versions), dict(measurements)
-    if not measurements or _other(fields, measurements[max(measurements)]):
+    fields, changed = _fields(config) | dict(reward_versions), dict(measurements.counted)
+    if not changed or measurements.otherwise(fields):
         changed[max(tracker.logged_steps, default=-1) + 1] = fields
-    if changed != _recorded(tracker):  # a file that is written again can be cut off again
+    if changed != measurements.written:  # a file that is written again can be cut off again
         tracker.client.log_dict(tracker.run_id, {str(since): known for since, known in changed.items()}, MEASUREMENTS)
 
 
@@ -79,21 +102,24 @@ def comparable_validations(tracker: Tracker) -> dict[int, pd.DataFrame]:
     return {iteration: table for iteration, table in tracker.tables("validation").items() if iteration >= since}
 
 
-def recorded_measurements(tracker: Tracker) -> dict[int, Mapping[str, Any]]:
-    """The first iteration that was validated in a way -> its fields; without those by which none was, as of a start
-    that was ended before. Of a run of an older version all were by its last config.
-
-    Raises:
-        CheckpointError: the record is damaged.
-    """
-    if not tracker.logged_steps:
-        return {}
-    last = max(tracker.logged_steps)
-    found = {since: fields for since, fields in _recorded(tracker).items() if since <= last}
-    if not found:
+def recorded_measurements(tracker: Tracker) -> RecordedMeasurements:
+    """What MLflow has of it. To be called before it has the start's tags, which replace those of the start before.
+    Raises CheckpointError where the record is damaged."""
+    written, last = _recorded(tracker), max(tracker.logged_steps, default=-1)
+    counted = {since: fields for since, fields in written.items() if since <= last}
+    if tracker.logged_steps and not counted:
         with suppress(HistoryError):
-            found[0] = flat(RunHistory(tracker.client, tracker.run_id).config())
-    return found
+            counted[0] = flat(RunHistory(tracker.client, tracker.run_id).config())
+    if counted:
+        newest = max(counted)
+        counted[newest] = {**_tagged_versions(tracker), **counted[newest]}
+    return RecordedMeasurements(written, counted)
+
+
+def _tagged_versions(tracker: Tracker) -> dict[str, str]:
+    """Versions of the rewards of the last start that MLflow has the tags of."""
+    tags = RunHistory(tracker.client, tracker.run_id).run.data.tags
+    return {name: version for name, version in tags.items() if name.startswith("reward.")}
 
 
 def _recorded(tracker: Tracker) -> dict[int, Mapping[str, Any]]:
@@ -113,12 +139,3 @@ def _recorded(tracker: Tracker) -> dict[int, Mapping[str, Any]]:
 def _fields(config: TrainConfig) -> dict[str, Any]:
     """What decides how a validation is measured."""
     return {path: value for path, value in flat(config.model_dump(mode="json")).items() if ".val_kwargs." in path}
-
-
-def _other(fields: Mapping[str, Any], earlier: Mapping[str, Any]) -> list[str]:
-    """What is measured otherwise than it was: what it is, and was."""
-    return [
-        f"{path.partition('.')[2]} is {value} and was {earlier[path]}"
-        for path, value in fields.items()
-        if earlier.get(path, value) != value
-    ]

@@ -87,13 +87,9 @@ class Verdict:
         """What it is significantly worse than, in words, or why that cannot be said."""
         if self.unmeasured is not None:
             return f"cannot be judged: {self.unmeasured}"
-        return f"is worse than {self._worse_than}" if self._worse_than else None
-
-    @property
-    def _worse_than(self) -> str:
         worse = {"the base model": self.base, "the best so far": self.best}
         found = [f"{name} by {gain}" for name, gain in worse.items() if gain is not None and gain.high < 0]
-        return " and ".join(found)
+        return f"is worse than {' and '.join(found)}" if found else None
 
 
 def for_measuring(config: TrainConfig, measurement: Measurement) -> TrainConfig:

@@ -16,7 +16,8 @@ from tasks.config.algorithm import DiffusionAlgoConfig
 from tasks.stages.stage import stage
 
 ROUNDING = np.float32(1e-6)
-"""Of the largest advantage: less of one is what float32 leaves of a sample that has its group's mean."""
+"""Of the largest advantage: less of one is what float32 leaves of a sample that has its group's mean, where rewards are
+not many times as large as they differ (22.2 and 22.4 leave more)."""
 
 
 def _sign(advantages: np.ndarray) -> np.ndarray:

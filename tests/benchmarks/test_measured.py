@@ -3,13 +3,14 @@
 
 import re
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import pytest
 
 from benchmarks import time_to_reward, words, words_algorithms
-from benchmarks.followed_runs import curves_of, read_lines
+from benchmarks.followed_runs import Curve, curves_of, read_lines
 from benchmarks.local_services import ROOT
 from benchmarks.logs import rows_in
 from tasks.config.recipes import load_recipe
@@ -34,7 +35,8 @@ FEWER = [
         (["words_algorithms"], words_algorithms.table, "words", None),
         (["words_algorithms_h200", "words_algorithms_h200_rest"], words_algorithms.table, "words", TEN),
         (["words_algorithms_h200"], words_algorithms.table, "algorithms", FEWER),
-        (["time_to_reward_h200"], time_to_reward.table, "words", None),
+        (["time_to_reward_seeds_h200"], time_to_reward.table, "words", None),
+        (["time_to_reward_h200", "time_to_reward_two_h200"], time_to_reward.table, "words-tried", None),
         (["time_to_reward"], time_to_reward.table, "words-tried", None),
     ],
 )
@@ -198,6 +200,63 @@ def test_what_is_read_on_the_gpu_takes_what_the_page_says() -> None:
     )
     assert one == two[: len(one)]
     assert len(one) == 11
+
+
+def test_passes_that_are_filled_up_make_what_the_page_says() -> None:
+    page = (ROOT / "docs" / "words.md").read_text()
+    speeds = []
+    for name in ("words, read on the GPU, larger passes", "words, read on the GPU, larger passes, drawn 512 at once"):
+        (end,) = [
+            line["seconds"]
+            for line in rows_in(MEASURED / "words_on_the_gpu_h200.jsonl")
+            if line["run"] == name and line.get("end") == "finished"
+        ]
+        speeds.append(round(2048 / end["step"], -1))
+    assert speeds == [610, 610]
+    seeds = curves_of(read_lines([MEASURED / "time_to_reward_seeds_h200.jsonl"]))
+    for run, images, said in (
+        ("words, read on the GPU, larger passes", 2048, "3.34 and 614"),
+        ("words-flow-grpo, read on the GPU", 512, "1.20 s, **426**"),
+    ):
+        seconds = median(iterations_of(seeds[run][0])[1:])
+        assert said.replace("*", "").split()[0] == f"{seconds:.2f}"
+        assert said.replace("*", "").split()[-1] == f"{images / seconds:.0f}"
+        assert said in page
+
+
+def iterations_of(curve: Curve) -> list[float]:
+    return [after["training_s"] - before["training_s"] for before, after in pairwise(curve.lines)]
+
+
+def test_the_two_loops_take_to_a_reward_what_the_page_says() -> None:
+    seeds = curves_of(read_lines([MEASURED / "time_to_reward_seeds_h200.jsonl"]))
+    page = " ".join((ROOT / "docs" / "words.md").read_text().split())
+    first, stays, iterations = list[list[float]](), list[list[float]](), list[list[float]]()
+    for run in ("words-flow-grpo", "public loop, our settings"):
+        of_run = sorted(seeds[run], key=lambda curve: curve.seed)
+        first.append([curve.first_at(0.7)["training_s"] for curve in of_run])
+        stays.append([1 + max(n for n, line in enumerate(c.measured) if line["held_out"] < 0.7) for c in of_run])
+        stays[-1] = [curve.measured[at]["training_s"] for curve, at in zip(of_run, stays[-1], strict=True)]
+        iterations.append([median(iterations_of(curve)[1:]) for curve in of_run])
+    (ours, theirs), (kept, theirs_kept), (each, theirs_each) = first, stays, iterations
+    assert (
+        f"first reads .7 after {ours[0]:.0f} and {ours[1]:.0f} s of training here and after {theirs[0]:.0f} and "
+        f"{theirs[1]:.0f} s there, {theirs[0] / ours[0]:.1f} and {theirs[1] / ours[1]:.1f} times"
+    ) in page
+    assert (
+        f"From {kept[0]:.0f} and {kept[1]:.0f} s on no reading here is below .7, and from {theirs_kept[0]:.0f} and "
+        f"{theirs_kept[1]:.0f} s on none there: {theirs_kept[0] / kept[0]:.1f} and {theirs_kept[1] / kept[1]:.1f} times"
+    ) in page
+    assert (
+        f"An iteration takes {each[0]:.2f} and {each[1]:.2f} s here and {theirs_each[0]:.2f} and {theirs_each[1]:.2f} "
+        f"there (medians), {theirs_each[0] / each[0]:.1f} and {theirs_each[1] / each[1]:.1f} times"
+    ) in page
+    (fast,), (slow, _) = seeds["words"], sorted(seeds["public loop, our settings"], key=lambda curve: curve.seed)
+    assert slow.first_at(0.8) is None
+    last = slow.lines[-1]
+    assert f"is at .8 after {fast.first_at(0.8)['training_s']:.0f} s of training" in page
+    assert f"is not after {last['training_s']:.0f} s" in page
+    assert 13 < last["training_s"] / fast.first_at(0.8)["training_s"] < 14
 
 
 def test_held_rows_make_what_the_page_says() -> None:

@@ -37,6 +37,7 @@ from flows.deploy.service_processes import end_leftovers, end_process, free_port
 from flows.deploy.service_record import (
     ENVIRONMENT,
     HERE,
+    POOL,
     RECORD,
     ServiceError,
     clear_services,
@@ -286,6 +287,22 @@ def test_down_ends_what_a_killed_server_has_left(here: Path) -> None:
         assert identity(listener) is not None
         assert run("down") == (0, f"mlflow was killed: ending what it has left (pid {listener})\n")
         assert identity(listener) is None
+    assert not HERE.exists()
+
+
+@pytest.mark.parametrize("content", [b"local", b'{"name": "local"}', b"[1]", b"\xff", b""])
+def test_down_ends_what_it_recorded_also_where_the_pool_is_not_known(
+    content: bytes, here: Path, sleeper: subprocess.Popen
+) -> None:
+    """The first is what older versions wrote."""
+    write_record(worker=(sleeper.pid, identity(sleeper.pid), socket.gethostname()))
+    ENVIRONMENT.write_text(exports(_urls(4301, 5301) | new_access()))
+    POOL.write_bytes(content)
+    code, output = run("down")
+    assert code == 0
+    (line,) = output.splitlines()
+    assert line.startswith(".services/pool does not say which work pool is up: ")
+    assert identity(sleeper.pid) is None
     assert not HERE.exists()
 
 

@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from tasks.actors.actor_group import ActorGroup
-from tasks.actors.loading import LoadWatch, NotLoaded, _state_of, ended_for_good
+from tasks.actors.loading import MOST_STARTS, LoadWatch, NotLoaded, _state_of, ended_for_good
 from tasks.actors.machines import watched_machines
 from tasks.cli.terminal import sentence
 from tasks.system.processes import identity
@@ -168,6 +168,36 @@ def test_so_is_one_that_was_started_again(tmp_path: Path) -> None:
     wait_until(given_up, "the end of its starts", every=0.2)
     assert re.match(rf"rollout 0: {DIES}", str(watch.error))
     assert ended_for_good(group.actors[0])
+
+
+class LivesAFewTimes:
+    """One process more than may die as they begin waits, as it begins, until it is told to go on."""
+
+    def __init__(self, folder: Path):
+        count = len(list(folder.glob("process*")))
+        (folder / f"process{count}").touch()
+        while count >= MOST_STARTS and not (folder / "go_on").exists():
+            time.sleep(0.05)
+
+    def process(self) -> int:
+        return os.getpid()
+
+
+def test_processes_that_lived_between_two_looks_did_not_die_as_they_began(tmp_path: Path) -> None:
+    group = ActorGroup(LivesAFewTimes, 1, 0.0, (tmp_path,), max_restarts=-1, max_task_retries=-1)
+    group.call_all("process")
+    watch, named = LoadWatch(10 * PATIENCE), {"reward 0": group.actors[0]}
+    watch.look(named)
+    for _ in range(MOST_STARTS):
+        (process,) = group.call_all("process")
+        os.kill(process, signal.SIGKILL)
+        wait_until(lambda ended=process: identity(ended) is None, "its end", every=0.05)
+    wait_until((tmp_path / f"process{MOST_STARTS}").exists, "the last one", every=0.05)
+    watch.look(named)
+    assert watch.error is None
+    (tmp_path / "go_on").touch()
+    group.call_all("process")
+    assert not ended_for_good(group.actors[0])
 
 
 def test_an_actor_that_waits_for_room_to_be_started_again_is_left_to_it() -> None:

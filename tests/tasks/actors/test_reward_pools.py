@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward workers on a real Ray: how batches are cut, and what happens when a reward raises, hangs or dies."""
 
+import logging
+import os
 import signal
 import sys
 import time
@@ -14,10 +16,12 @@ import pytest
 import ray
 
 from models.schedulers.noise_keys import NoiseKey
+from tasks.actors import machines, reward_pool
 from tasks.actors.cluster import ClusterError, ray_cluster, require_resources
 from tasks.actors.loading import NotLoaded
 from tasks.actors.reward_group import RewardGroup, Scores, wanted_inputs
 from tasks.actors.reward_pool import RewardFailure, call_spans, told_ends
+from tasks.actors.reward_worker import RewardWorker
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.worker_forks import IMPORTED
 from tasks.config.reward import RewardConfig
@@ -27,7 +31,7 @@ from tasks.rewards import RewardError
 from tasks.run.instruments import ask_memory
 from tasks.stages.validation import Validation, draw_and_score
 from tasks.system.stopwatch import Stopwatch
-from tests.support.patience import wait_until
+from tests.support.patience import PATIENCE, wait_until
 
 MODULE = "tests.support.unreliable_rewards"
 LEVELS = list(range(0, 120, 10))
@@ -287,6 +291,35 @@ def test_a_reward_that_hangs_while_it_loads_again_ends_the_run_whatever_may_be_m
     with pytest.raises(NotLoaded, match=told):
         group.table(shards, group.submit(shards, training=True))
     assert len((tmp_path / "calls").read_text()) == 2, "it was tried once more"
+
+
+class BeginsOnce(RewardWorker):
+    """Each process but the first one dies before it is a worker: of a compile cache that cannot be written, say."""
+
+    def __init__(self, name: str, config: Any, *arguments: Any):
+        super().__init__(name, config, *arguments)
+        try:
+            (Path(config.options["folder"]) / "begun").touch(exist_ok=False)
+        except FileExistsError:
+            os._exit(1)
+
+
+def test_a_worker_that_dies_as_it_begins_is_not_told_to_have_had_too_little_time(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is ended within seconds by what watches the run."""
+    monkeypatch.setattr(reward_pool, "RewardWorker", BeginsOnce)
+    monkeypatch.setattr(machines, "POLL_S", 0.2)
+    group = RewardGroup(config(dies_once={"options": {"folder": str(tmp_path)}}), load_seconds=PATIENCE)
+    shards = batches()
+
+    def table_while_watched() -> None:
+        with machines.watched_machines(group.groups(), logging.getLogger("a run"), "go on so", PATIENCE):
+            group.table(shards, group.submit(shards, training=True))
+
+    told = r"^reward_dies_once 0: 5 processes died one after the other as they began; the logs of Ray's workers say why"
+    with pytest.raises(NotLoaded, match=told):
+        table_while_watched()
 
 
 def test_above_the_fraction_the_run_stops_with_the_rewards_own_error(cluster: None) -> None:

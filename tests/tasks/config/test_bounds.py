@@ -142,6 +142,27 @@ def test_text_that_cannot_be_written_down_is_refused(changes: dict, message: str
         TrainConfig().with_changes(changes)
 
 
+@pytest.mark.parametrize("blank", ["", " "])
+def test_a_blank_path_is_not_the_folder_that_a_command_stands_in(blank: str, tmp_path: Path) -> None:
+    """By --set, by a file and by JSON, which a deployment has; a dot says that folder."""
+    told, field = "the text is blank: give a value, or leave this out", "trainer.default_local_dir"
+    for name in ("changes.yaml", "config.json"):
+        (tmp_path / name).write_text(json.dumps({"trainer": {"default_local_dir": blank}}))
+    readers = [
+        lambda: parse_changes([f"{field}='{blank}'"]),
+        lambda: parse_changes([], [tmp_path / "changes.yaml"]),
+        lambda: load_config(tmp_path / "config.json"),
+    ]
+    for read in readers:
+        with pytest.raises(RecipeError, match=f"{field}: {told}"):
+            read()
+    with pytest.raises(ValidationError, match=told):
+        TrainConfig.model_validate_json((tmp_path / "config.json").read_text())
+    with pytest.raises(ConfigError, match=f"data.embeddings: {told}"):
+        TrainConfig().with_changes({"data": {"embeddings": blank}})
+    assert TrainConfig().with_changes(parse_changes([f"{field}=."])).trainer.default_local_dir == Path()
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -24,7 +24,7 @@ from models.families.base import DiffusionModelBase
 from models.schedulers.kernels import KERNELS
 from tasks.config.common import CommonSettings, combined
 from tasks.config.errors import ConfigError, RecipeError
-from tasks.config.named_values import named_values, plain_yaml, typed_value
+from tasks.config.named_values import named_values, typed_value
 from tasks.config.overrides import set_fields
 from tasks.config.params import PrepareParams
 from tasks.config.presets import PRESETS
@@ -33,6 +33,7 @@ from tasks.config.sweep import SweepConfig
 from tasks.config.tree import NO_OVERRIDES, TrainConfig, TrainOverrides
 from tasks.rewards import get_reward
 from tasks.rewards.base import _REGISTRY
+from tasks.system.distinct_names import plain_yaml
 
 ROOT = Path(__file__).parents[3]
 DATA_PAGE = (ROOT / "docs" / "data.md").read_text()
@@ -192,6 +193,44 @@ def test_a_path_to_one_rewards_field_changes_no_other(tmp_path: Path) -> None:
         assert {name: set_fields(reward) for name, reward in changed.reward.functions.items()} == {
             "ocr": {"num_workers": 2}
         }
+
+
+@pytest.mark.parametrize(
+    ("settings", "there"),
+    [
+        (["brightness.num_workers=2"], "ocr, tesseract, ink_and_paper"),
+        (["brightness.options.low=1"], "ocr, tesseract, ink_and_paper"),
+        (["ocr.num_workers=2", "brightness.num_workers=2"], "ocr, tesseract, ink_and_paper"),
+        (["={shapes: {}}", "brightness.num_workers=2"], "shapes"),
+    ],
+)
+def test_a_path_to_one_field_of_a_reward_that_is_not_there_adds_none(settings: list[str], there: str) -> None:
+    """It would be trained on."""
+    given = [f"reward.functions{'' if setting.startswith('=') else '.'}{setting}" for setting in settings]
+    path = ".".join(given[-1].partition("=")[0].split(".")[:4])
+    with pytest.raises(RecipeError) as refused:
+        parse_changes(given, recipe=recipe_of("words"))
+    assert str(refused.value) == (
+        f"--set {path}: there is no reward brightness here, so this would add one and train on it with weight 1; there "
+        f"are {there}: name one of them, or add it with its weight, as in reward.functions.brightness.weight=1"
+    )
+
+
+def test_a_reward_is_added_by_paths_that_say_what_it_is_for(tmp_path: Path) -> None:
+    """Or by all of it at once; a file's rewards are there, and no longer the recipe's."""
+    recipe, path = recipe_of("words"), "reward.functions.brightness"
+    for said in ("weight=1", "guard=true", "reward=brightness"):
+        changed = recipe.with_changes(parse_changes([f"{path}.num_workers=2", f"{path}.{said}"], recipe=recipe))
+        assert [*changed.reward.functions] == [*recipe.reward.functions, "brightness"]
+        assert changed.reward.functions["brightness"].num_workers == 2
+    for setting in (f"{path}={{num_workers: 2}}", "reward.functions={brightness: {num_workers: 2}}"):
+        changed = recipe.with_changes(parse_changes([setting], recipe=recipe))
+        assert changed.reward.functions["brightness"].num_workers == 2
+    file = tmp_path / "overrides.yaml"
+    file.write_text("reward: {functions: {brightness: {}}}")
+    assert parse_changes([f"{path}.num_workers=2"], [file], recipe).reward.functions["brightness"].num_workers == 2
+    with pytest.raises(RecipeError, match=r"there is no reward ocr here, .* there are brightness: name"):
+        parse_changes(["reward.functions.ocr.num_workers=2"], [file], recipe)
 
 
 OPTIONS, SCHEDULE = "reward.functions.ocr.options", "actor_rollout_ref.actor.optim"
@@ -524,6 +563,15 @@ def test_what_a_file_says_twice_or_with_dots_is_refused(tmp_path: Path, name: st
 
 def test_what_is_merged_may_stand_there_once_more() -> None:
     assert plain_yaml("base: &base {seed: 1}\ntrainer: {<<: *base, seed: 2}")["trainer"] == {"seed": 2}
+
+
+def test_what_is_merged_may_have_been_merged_itself_before_its_turn_comes() -> None:
+    """PyYAML puts what a mapping merges among the mapping's own names as soon as another one merges that."""
+    text = "a: &a {x: 0, y: 2}\nouter:\n  base: &b {<<: *a, x: 1}\nother: {<<: *b}"
+    assert plain_yaml(text) == yaml.safe_load(text)
+    with pytest.raises(yaml.YAMLError, match="'x' stands there twice"):
+        plain_yaml(text.replace("x: 1", "x: 1, x: 3"))
+    assert plain_yaml("{'1': 1, 1: 2}") == {"1": 1, 1: 2}
 
 
 @pytest.mark.parametrize(("text", "value"), [("010", "010"), ("1:30", "1:30"), ("0.5_2", "0.5_2"), ("-.5", -0.5)])

@@ -103,6 +103,36 @@ def test_a_setting_that_nothing_reads_is_told(setting: str, other: str, why: str
     assert list(without_effect(changed(other, setting))) == [path]
 
 
+LIVE = ["data.embeddings=live", f"{ROLLOUT}.pipeline.max_sequence_length=24"]
+CUDA, TOGETHER = "trainer.device=cuda", f"{ROLLOUT}.placement=colocated"
+ENCODER = "data.text_encoder"
+
+
+@pytest.mark.parametrize(
+    ("others", "setting", "why"),
+    [
+        (LIVE, f"{ENCODER}.num_gpus=0.5", "data.text_encoder.device is cpu"),
+        (LIVE, f"{ENCODER}.enable_sleep_mode=false", "data.text_encoder.device is cpu"),
+        (
+            [*LIVE, CUDA, f"{ENCODER}={{device: cuda, placement: colocated}}"],
+            f"{ENCODER}.num_gpus=0.5",
+            "data.text_encoder.placement is colocated, which takes no GPU besides",
+        ),
+        (
+            [CUDA, TOGETHER],
+            f"{ROLLOUT}.num_gpus_per_actor=0.5",
+            "rollout.placement is colocated, where a worker takes what its rank's GPU leaves",
+        ),
+        ([], f"{ROLLOUT}.num_gpus_per_actor=0.5", "trainer.device is cpu"),
+        ([TOGETHER], f"{ROLLOUT}.num_gpus_per_actor=0.5", "trainer.device is cpu"),
+    ],
+)
+def test_a_share_of_a_gpu_that_nobody_takes_is_told(others: list[str], setting: str, why: str) -> None:
+    path, _, value = setting.partition("=")
+    assert told(changed(*others)) is None
+    assert told(changed(*others, setting)) == f"without effect in this run: {path} {value.capitalize()} ({why})"
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -119,6 +149,9 @@ def test_a_setting_that_nothing_reads_is_told(setting: str, other: str, why: str
         [f"{ACTOR}.diffusion_loss={{loss_mode: 'my.package:Loss', dpo_beta: 3}}"],
         ["data={name: mine, pairs: elsewhere}"],
         [f"{ROLLOUT}.n=8", f"{ROLLOUT}.val_kwargs.n=2", "trainer.canary_batch=8", "reward.functions.ocr.weight=2"],
+        [CUDA, f"{ROLLOUT}.num_gpus_per_actor=0.5"],
+        [*LIVE, f"{ENCODER}={{device: cuda, num_gpus: 0.5, enable_sleep_mode: false}}"],
+        [*LIVE, CUDA, f"{ENCODER}={{device: cuda, placement: colocated, enable_sleep_mode: false}}"],
         [OFFLINE, f"{ROLLOUT}.pipeline={{height: 24, num_inference_steps: 8}}", f"{ROLLOUT}.val_kwargs.max_prompts=4"],
     ],
 )

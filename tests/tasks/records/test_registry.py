@@ -3,6 +3,7 @@
 
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 from mlflow import MlflowClient
 from prefect.logging import disable_run_logger
 
+from flows.validation_sweep import Sweep
+from tasks.config.measurement import Measurement
 from tasks.config.reward import GuardConfig
 from tasks.config.tracking import TrackingConfig
 from tasks.config.trainer import TrainerConfig
@@ -165,6 +168,20 @@ def test_a_champion_of_other_means_is_not_replaced_unseen(tracker: Tracker, weig
     )
     tracker.client.delete_registered_model_alias("tiny", "champion")
     assert promote(tracker.client, better) is None
+
+
+def test_a_champion_of_other_means_is_not_measured_by_a_sweep(tracker: Tracker, weights: Path) -> None:
+    """It has no iteration, and may have any files: a sweep that took it up would fail each night."""
+    inputs: Any = SimpleNamespace(config=TrainConfig.model_validate({"trainer": {"experiment_name": "tiny"}}))
+    measured, run = Measurements(tracker.client, "doubleflow", "digest", {}), SimpleNamespace()
+    sweep = Sweep(inputs, [], Measurement(), measured, run)
+    ours = register(tracker, "tiny", weights, 10, {})
+    own = tracker.client.create_model_version("tiny", source=weights.as_uri())
+    taken_up = {}
+    for version in (ours, own):
+        tracker.client.set_registered_model_alias("tiny", "champion", version.version)
+        taken_up[version.version] = [found.version for found in sweep.stale_champion([])]
+    assert taken_up == {ours.version: [ours.version], own.version: []}
 
 
 def test_a_guard_that_falls_again_dooms_what_was_registered_since(tracker: Tracker, weights: Path) -> None:

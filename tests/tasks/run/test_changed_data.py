@@ -89,7 +89,7 @@ def test_what_a_start_measures_otherwise_than_those_before_is_told(tmp_path: Pat
     def otherwise(start: TrainConfig, version: str, tracker: Tracker) -> list[str]:
         return list(measured_otherwise(start, {"reward.mine": version}, tracker, recorded_measurements(tracker)))
 
-    record_measurement(config, {"reward.mine": "source-1"}, first, {})
+    record_measurement(config, {"reward.mine": "source-1"}, first, recorded_measurements(first))
     first.log_start(config, {"reward.mine": "source-1"})
     assert not otherwise(config, "source-2", first), "nothing is measured yet"
     first.log_step(3, {"val/reward/mean": 0.5})
@@ -131,7 +131,7 @@ def test_guards_compare_what_was_measured_as_it_is_now(tmp_path: Path, tracking:
 def test_a_damaged_record_of_measurements_is_named_and_stays(tmp_path: Path, tracking: TrackingConfig) -> None:
     tracker = Tracker(tracking, "a-run")
     config = TrainConfig(trainer={"default_local_dir": tmp_path})
-    record_measurement(config, {}, tracker, {})
+    record_measurement(config, {}, tracker, recorded_measurements(tracker))
     tracker.log_step(0, {"val/reward/mean": 0.5})
     (file,) = tmp_path.rglob("validations.json")
     whole = file.read_text()
@@ -164,6 +164,29 @@ def test_a_field_that_an_older_version_had_not_is_no_other_measurement(
     assert not list(measured_otherwise(config, {}, again, measurements))
     record_measurement(config, {"reward.mine": "source-1"}, again, measurements)
     assert comparable_validations(again).keys() == {3}
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+def test_a_record_without_versions_of_rewards_has_those_of_the_start_before(
+    has_record: bool, tmp_path: Path, tracking: TrackingConfig
+) -> None:
+    """As versions of before those were recorded have left it; what is recorded then, no later start's tags replace."""
+    config = TrainConfig(trainer={"default_local_dir": tmp_path})
+    table = pd.DataFrame({"uid": ["a"], "reward": [0.5]})
+    first = Tracker(tracking, "a-run")
+    if has_record:
+        record_measurement(config, {}, first, recorded_measurements(first))
+    first.log_start(config, {"reward.mine": "source-1"})
+    first.log_step(3, {"val/reward/mean": 0.5}, tables={"validation": table})
+
+    def begin(version: str) -> set[int]:
+        """A start that is ended before it measures anything."""
+        tracker = Tracker(tracking, "a-run", first.run_id)
+        record_measurement(config, {"reward.mine": version}, tracker, recorded_measurements(tracker))
+        tracker.log_start(config, {"reward.mine": version})
+        return set(comparable_validations(tracker))
+
+    assert [begin(f"source-{number}") for number in (1, 2, 2, 1, 2)] == [{3}, set(), set(), {3}, set()]
 
 
 @pytest.mark.parametrize("work", ["save", "forget"])
