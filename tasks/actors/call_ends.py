@@ -57,6 +57,11 @@ def how_calls_ended(task: str) -> list[CallEnd]:
     return [_end(notes.parent / log) for log in logs]
 
 
+def has_lost_a_process() -> bool:
+    """Has one ended that had begun the present call? False where nothing is known, as outside of Ray's workers."""
+    return _log() is not None and bool(how_calls_ended(ray.get_runtime_context().get_task_id() or ""))
+
+
 def _log() -> Path | None:
     """Where this process's standard error goes, if that is a log of Ray's and the system tells."""
     log = STANDARD_ERROR.readlink() if STANDARD_ERROR.is_symlink() else None

@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from models.errors import DoubleflowError
-from tasks.actors.call_ends import CallEnd, how_calls_ended, note_call
+from tasks.actors.call_ends import CallEnd, has_lost_a_process, how_calls_ended, note_call
 from tasks.actors.loading import limited_again
 from tasks.config.reward import RewardFunctionConfig
 from tasks.rewards import Reward, RewardError, RewardResult, ScoredPrompt, get_reward
@@ -143,12 +143,14 @@ class RewardWorker:
 
     def _worth_asking_again(self, result: RewardResult) -> list[np.ndarray]:
         """Indices of samples without a score, of each further call: all of them where another model is asked by now,
-        else those that raised, once `retry_wait_s` are over."""
+        else those that raised, once `retry_wait_s` are over. Not of a call that a process has died of: the others'
+        scores would go with the next one."""
         missing = np.flatnonzero(np.isnan(result.scores))
         if len(missing) and self._is_another_asked():
             return [missing]
-        if result.raised:
-            time.sleep(self.config.retry_wait_s)
+        if not result.raised or has_lost_a_process():
+            return []
+        time.sleep(self.config.retry_wait_s)
         return [np.array(together) for together in result.raised]
 
     def _is_another_asked(self) -> bool:

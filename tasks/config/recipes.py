@@ -14,16 +14,15 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from tasks.config.added_rewards import why_added_by_mistake
 from tasks.config.errors import NO_YAML, RecipeError, described, field_paths, near, section_of, why_no_yaml
 from tasks.config.named_values import typed_value
 from tasks.config.overrides import Entries, merged, set_fields
-from tasks.config.tree import REWARDS, TrainConfig, TrainOverrides
+from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.system.distinct_names import plain_json, plain_yaml
 
 PREFECT_FILE = Path("prefect.yaml")
 Settings = TypeVar("Settings", bound=BaseModel)
-ADDS_A_REWARD = {"reward", "weight", "guard"}
-"""Fields of a reward that say what it is there for: who gives one by a path means to add it."""
 
 
 def load_recipe(name: str, file: Path = PREFECT_FILE) -> TrainConfig:
@@ -174,31 +173,11 @@ def parse_changes(settings: list[str], files: Sequence[Path] = (), recipe: Train
         given = merged(given, set_fields(further), TrainConfig)
     changes = parse_settings(settings, "--set")
     if recipe is not None:
-        _check_rewards_are_there(changes, given.get("reward", {}).get("functions", recipe.rewards()))
+        added = why_added_by_mistake(changes, given.get("reward", {}).get("functions", recipe.rewards()))
+        if added is not None:
+            raise RecipeError(f"--set {added}")
         changes = recipe.completed(changes, given)
     return _overrides(merged(given, changes, TrainConfig), "--set")
-
-
-def _check_rewards_are_there(changes: Mapping[str, Any], before: Mapping[str, Any]) -> None:
-    """A path to a reward's field names one that is there: of a misspelt name the defaults would make a trained reward.
-
-    Args:
-        changes: of `parse_settings`.
-        before: the rewards that they change, by label.
-    """
-    section = changes.get("reward")
-    named = section.get("functions") if isinstance(section, Mapping) else None
-    if not isinstance(named, Mapping):
-        return
-    whole = [label for label, entry in named.items() if not isinstance(entry, Entries)]
-    there = dict.fromkeys([*(before if isinstance(named, Entries) else ()), *whole])
-    for label, entry in named.items():
-        if label not in there and not ADDS_A_REWARD & entry.keys():
-            raise RecipeError(  # without the value, which may be a secret
-                f"--set {REWARDS}.{label}.{next(iter(entry))}: there is no reward {label} here, so this would add one "
-                f"and train on it with weight 1; there are {', '.join(map(str, there)) or 'none'}: name one of them, "
-                f"or add it with its weight, as in {REWARDS}.{label}.weight=1"
-            )
 
 
 def changed_recipe(name: str, settings: Sequence[str], file: Path = PREFECT_FILE) -> TrainConfig:

@@ -80,7 +80,7 @@ class RewardFunctionConfig(Section):
         ge=0,
         le=MOST_RETRIES,
         description="Times a batch is scored again after an error or its worker's death, and what of it has no score "
-        "after the reward model's.",
+        "after the reward model's, or after the error of one source of `by_data_source` beside others.",
     )
     retry_wait_s: NotShaping[float] = Field(
         1.0, ge=0, le=LONGEST_WAIT_S, description="Seconds before a batch that raised an error is tried again."

@@ -18,8 +18,10 @@ from models.config.bounds import (
     WholeNumber,
 )
 from models.config.section import Section
+from tasks.config.added_rewards import why_added_by_mistake
 from tasks.config.errors import ConfigError
 from tasks.config.overrides import Entries, flat
+from tasks.config.presets import tree_of
 from tasks.config.tree import TrainConfig
 from tasks.config.unread import why_unread
 from tasks.system.credentials import refuse_secret_options
@@ -179,6 +181,9 @@ def check_fields(config: TrainConfig, search: SweepConfig) -> None:
                 f"search.space is a grid of {float(points):.3g} points, at most {MOST_GRID_POINTS} are allowed: take "
                 "larger steps or fewer fields, or set search.sampler to random or tpe, which search.trials bounds"
             )
+    first = tree_of({path: dimension.ends()[0] for path, dimension in search.space.items()}, Entries)
+    if (added := why_added_by_mistake(first, config.rewards())) is not None:
+        raise ConfigError(f"search.space: {added}")
     for path, dimension in search.space.items():
         value = dimension.ends()[0]
         try:

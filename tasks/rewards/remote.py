@@ -9,12 +9,12 @@ import json
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 import requests
 from PIL import Image
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, ValidationError, model_validator
 from requests.adapters import HTTPAdapter
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
@@ -67,6 +67,13 @@ class Answer(BaseModel):
     version: str
     scores: list[float | None]
     details: dict[str, list[Any]]
+    raised: list[list[NonNegativeInt]] = []
+
+    @model_validator(mode="after")
+    def _raised_are_of_the_batch(self) -> Self:
+        if any(index >= len(self.scores) for together in self.raised for index in together):
+            raise ValueError("raised names samples beyond its scores")
+        return self
 
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -338,4 +345,5 @@ def _check_chunks(image: bytes, number: int) -> None:
 def unpack_result(answer: Answer) -> RewardResult:
     """Scores and details of an answer; null is NaN."""
     scores = [np.nan if score is None else score for score in answer.scores]
-    return RewardResult(np.array(scores, dtype=np.float64), dict(answer.details))
+    raised = tuple(tuple(together) for together in answer.raised)
+    return RewardResult(np.array(scores, dtype=np.float64), dict(answer.details), raised=raised)

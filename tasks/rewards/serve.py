@@ -159,7 +159,8 @@ def _prompts(content: bytes) -> list[SentPrompt]:
 
 def _as_json(result: RewardResult) -> dict[str, Any]:
     details = {name: [_plain(value) for value in values] for name, values in result.details.items()}
-    return {"scores": [_plain(score) for score in result.scores.tolist()], "details": details}
+    scores = [_plain(score) for score in result.scores.tolist()]
+    return {"scores": scores, "details": details} | ({"raised": result.raised} if result.raised else {})
 
 
 def _plain(value: Any) -> Any:

@@ -14,32 +14,16 @@ log = logging.getLogger(__name__)
 
 def check_length(config: TrainConfig) -> None:
     """The run makes as many optimiser steps as its settings are for."""
-    planned = config.planned_optimizer_steps
-    _check_copies_move(config, planned)
-    after_span = check_span(config.scheduled_actor.optim, planned)
-    for beyond in filter(None, (after_span, *_beyond_the_end(config, planned), *_never(config))):
-        log.warning(beyond)
-
-
-def _check_copies_move(config: TrainConfig, planned: int) -> None:
-    """What follows the weights does so within the run.
-
-    Args:
-        planned: optimiser steps of the whole run.
-    """
-    ema, last = config.actor_rollout_ref.actor.ema, config.trainer.total_training_steps
+    ema, planned = config.actor_rollout_ref.actor.ema, config.planned_optimizer_steps
     if ema.enable and planned < ema.update_interval:
         raise ConfigError(
             f"actor.ema.update_interval is {ema.update_interval}, but the run makes {planned} optimiser steps, so the "
             "average that it validates and exports would never move: lower it to at most that, let the run be longer, "
             "or set actor.ema.enable to false"
         )
-    loss, interval = config.actor_rollout_ref.actor.diffusion_loss, config.algorithm.old_policy_update_interval
-    if interval > last and get_diffusion_loss_fn(loss.loss_mode, loss.options).keeps_old_policy():
-        raise ConfigError(
-            f"algorithm.old_policy_update_interval is {interval}, but the run ends with iteration {last}, so the old "
-            f"policy of loss {loss.loss_mode} would never move: lower it to at most that, or let the run be longer"
-        )
+    after_span = check_span(config.scheduled_actor.optim, planned)
+    for beyond in filter(None, (after_span, *_beyond_the_end(config, planned), *_never(config))):
+        log.warning(beyond)
 
 
 def _beyond_the_end(config: TrainConfig, planned: int) -> Iterator[str]:
@@ -69,12 +53,18 @@ def _never(config: TrainConfig) -> Iterator[str]:
             f"rollout.algo.sde_window_mode is {mode} and iters_per_group {algo.iters_per_group}, but the run ends with "
             f"iteration {last}: the window never moves"
         )
+    loss, interval = config.actor_rollout_ref.actor.diffusion_loss, config.algorithm.old_policy_update_interval
+    if interval > last and get_diffusion_loss_fn(loss.loss_mode, loss.options).keeps_old_policy():
+        yield (
+            f"algorithm.old_policy_update_interval is {interval}, but the run ends with iteration {last}: the old "
+            f"policy of loss {loss.loss_mode}, which samples, never moves"
+        )
     if guards.action == "stop":
-        # The first validation has none before it; that of the last iteration leaves nothing to be stopped.
-        before, needed = trainer.val_before_train + (last - 1) // trainer.test_freq, guards.validations + 1
-        if before < needed:
+        # The first has none before it to be compared with. The last iteration is one of those that are validated.
+        there, needed = trainer.val_before_train + (last - 1) // trainer.test_freq + 1, guards.validations + 1
+        if there < needed:
             yield (
-                f"reward.guards.action is stop, but the run ends with iteration {last}, before which it has {before} "
-                f"of the {needed} validations that a flag needs: lower trainer.test_freq or reward.guards.validations, "
-                "let the run be longer, or set action to flag"
+                f"reward.guards.action is stop, but the run ends with iteration {last} and has {there} of the {needed} "
+                "validations that a flag needs: lower trainer.test_freq or reward.guards.validations, or let the run "
+                "be longer"
             )

@@ -291,6 +291,7 @@ def test_the_median_pruner_stops_the_worse_half(tmp_path: Path) -> None:
         ({"trainer.sed": {"choices": [1]}}, "trainer.sed cannot be 1"),
         ({"trainer.seed": {"choices": [-1]}}, "trainer.seed cannot be -1"),
         ({"actor_rollout_ref.rollout.n": {"low": 1, "high": 4}}, "rollout.n is 1"),
+        ({"reward.functions.shapes.options.low": {"choices": [1, 2]}}, "there is no reward shapes here, so this would"),
     ],
 )
 def test_a_dimension_that_is_no_field_is_refused(space: dict, message: str) -> None:

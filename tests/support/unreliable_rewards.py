@@ -43,6 +43,14 @@ def hangs_once(images, prompts, folder):
     return images.mean(axis=(1, 2, 3))
 
 
+def raises_and_hangs(images, prompts, folder):
+    """Raises at every other call, and sleeps for a minute at those between."""
+    calls = _count(folder)
+    if calls % 2 == 0:
+        time.sleep(60)
+    raise ConnectionError(f"attempt {calls} was refused")
+
+
 def dies_then_hangs(images, prompts, folder):
     """kill -9 of its own process at the first batch it sees, then a minute's sleep."""
     if _count(folder) == 1:

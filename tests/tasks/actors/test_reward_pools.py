@@ -211,6 +211,28 @@ def test_a_worker_that_hangs_is_ended_and_its_batch_scored_again(cluster: None, 
     assert len((tmp_path / "calls").read_text()) == 4
 
 
+def test_a_source_that_hangs_when_it_is_asked_again_costs_the_others_no_scores(cluster: None, tmp_path: Path) -> None:
+    """What they have goes with the process that it hangs in; with the next one it would, too."""
+    bad = {"reward": f"{MODULE}:raises_and_hangs", "options": {"folder": str(tmp_path)}}
+    options = {"sources": {"good": f"{MODULE}:brightness", "bad": bad}}
+    settings = {"reward": "by_data_source", "options": options, "timeout_s": 3, "retries": 2, "batch_size": 12}
+    shards = [
+        replace(
+            one,
+            prompts=tuple(
+                replace(p, metadata={"data_source": "bad" if p.prompt == "7" else "good"}) for p in one.prompts
+            ),
+        )
+        for one in batches()
+    ]
+    group = RewardGroup(config(sources=settings))
+    found = group.table(shards, group.submit(shards, training=True))
+    assert [level for level, score in zip(LEVELS, found.by_reward["sources"], strict=True) if score != level] == [70]
+    errors = found.samples["sources/error"]
+    assert errors[7] == "ConnectionError: attempt 3 was refused"
+    assert errors.drop(7).isna().all()
+
+
 def test_an_error_is_tried_again_as_often_as_the_config_says(cluster: None, tmp_path: Path) -> None:
     enough = {"options": {"folder": str(tmp_path), "attempts": 2}, "retries": 2, "batch_size": 12}
     assert of("fails_before", enough).tolist() == LEVELS

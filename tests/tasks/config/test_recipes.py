@@ -216,6 +216,11 @@ def test_a_path_to_one_field_of_a_reward_that_is_not_there_adds_none(settings: l
     )
 
 
+def test_a_path_cannot_name_a_reward_whose_label_has_dots() -> None:
+    with pytest.raises(RecipeError, match=r"reward\.functions\.my has no field 'package:Reward'"):
+        parse_changes(["reward.functions.my.package:Reward.num_workers=2"], recipe=recipe_of("words"))
+
+
 def test_a_reward_is_added_by_paths_that_say_what_it_is_for(tmp_path: Path) -> None:
     """Or by all of it at once; a file's rewards are there, and no longer the recipe's."""
     recipe, path = recipe_of("words"), "reward.functions.brightness"

@@ -23,10 +23,13 @@ from fastapi.testclient import TestClient
 from PIL import Image
 from typer.testing import CliRunner
 
+from tasks.actors.reward_worker import RewardWorker
 from tasks.cli.terminal import command_of
+from tasks.config.reward import RewardFunctionConfig
 from tasks.data.prompts import Prompt
-from tasks.rewards import RewardError, get_reward
+from tasks.rewards import RewardError, RewardResult, get_reward
 from tasks.rewards.remote import RemoteFailure, pack_images, pack_request, pack_tensor
+from tasks.rewards.scored_prompt import ScoredPrompt
 from tasks.rewards.serve import Limits, listening_socket, main, make_app
 from tests.support.patience import PATIENCE
 
@@ -193,6 +196,22 @@ def test_details_nan_errors_and_latents_pass_through() -> None:
             get_reward("remote", url=address)
 
 
+def test_a_source_of_a_server_that_raised_is_asked_again_by_the_worker(tmp_path: Path) -> None:
+    flaky = f"tests.support.unreliable_rewards:fails_before, options: {{folder: {tmp_path}, attempts: 1}}"
+    sources = f"sources={{good: brightness, flaky: {{reward: {flaky}}}}}"
+    with served("--reward", "by_data_source", "--option", sources) as address:
+        settings = RewardFunctionConfig(options={"url": address}, retries=1, retry_wait_s=0)
+        prompts: list[ScoredPrompt] = [
+            Prompt("u", "", None, {"data_source": of}, "") for of in ("good", "flaky", "good")
+        ]
+        found = RewardWorker("remote", settings).score(
+            0, prompts, np.full((3, 4, 6, 3), 255, np.uint8), np.ones(3, bool)
+        )
+        assert isinstance(found, RewardResult)
+        assert found.scores.tolist() == [1, 255, 1]
+        assert found.details["error"] == [None] * 3
+
+
 HOSTED = {"name": "x", "version": "1", "wants": "images"}
 GOOD = {"protocol": 1, "version": "1", "scores": [0.5] * 5, "details": {}}
 
@@ -323,6 +342,7 @@ def test_details_that_json_has_no_number_for_are_null() -> None:
         (GOOD | {"details": {"text": 3}}, "text"),
         (GOOD | {"details": {"text": ["x"]}}, "text"),
         (GOOD | {"version": 1}, "version"),
+        (GOOD | {"raised": [[4], [5]]}, "raised names samples beyond its scores"),
         ([GOOD], "with JSON that is no object"),
         ("good", "with JSON that is no object"),
         (None, "with JSON that is no object"),

@@ -209,11 +209,6 @@ PER_PROMPT = [
             "timestep_sampling stratified, but trainer_type policy_gradient",
         ),
         ([*FORWARD, f"{LOSS}.awm_weighting=adaptive"], "loss diffusion_nft weighs its errors so by itself"),
-        (
-            [*FORWARD, "algorithm.old_policy_update_interval=4"],
-            "algorithm.old_policy_update_interval is 4, but the run ends with iteration 3, so the old policy of loss "
-            "diffusion_nft would never move: lower it to at most that, or let the run be longer",
-        ),
         ([*FORWARD, RECTIFIED], "loss diffusion_nft multiplies no step by a weight: use flow_grpo"),
         (["algorithm.name=grpo_guard", RECTIFIED], "loss grpo_guard scales its steps by itself"),
         (
@@ -242,7 +237,6 @@ def test_a_setting_that_cannot_work_with_the_algorithm_is_refused(
         [*FORWARD, "algorithm.share_noise_in_group=true", "algorithm.timestep_sampling=stratified"],
         [*FORWARD, "algorithm.name=awm", f"{LOSS}.awm_weighting=adaptive", "algorithm.best_worst_k=1"],
         [*PER_PROMPT, RECTIFIED],
-        [*FORWARD, "algorithm.old_policy_update_interval=3"],
     ],
 )
 def test_settings_that_work_together_are_taken_and_name_another_run(
@@ -332,18 +326,25 @@ STOPPING = "reward.guards={action: stop, validations: "
                 ("progressive", [*FORWARD, f"{MOVING}progressive, iters_per_group: 3}}"]),  # has no window
             )
         ),
+        (
+            [*FORWARD, "algorithm.old_policy_update_interval=3"],
+            [*FORWARD, "algorithm.old_policy_update_interval=4"],
+            "algorithm.old_policy_update_interval is 4, but the run ends with iteration 3: the old policy of loss "
+            "diffusion_nft, which samples, never moves",
+        ),
         *(
             (
                 [*also, f"{STOPPING}{there - 1}}}"],
                 [*also, f"{STOPPING}{there}}}"],
-                f"reward.guards.action is stop, but the run ends with iteration 3, before which it has {there} of the "
-                f"{there + 1} validations that a flag needs: lower trainer.test_freq or reward.guards.validations, let "
-                "the run be longer, or set action to flag",
+                f"reward.guards.action is stop, but the run ends with iteration 3 and has {there} of the {there + 1} "
+                "validations that a flag needs: lower trainer.test_freq or reward.guards.validations, or let the run "
+                "be longer",
             )
             for there, also in (
-                (2, []),
-                (3, ["trainer.test_freq=1"]),
-                (2, ["trainer.test_freq=1", "trainer.val_before_train=false"]),
+                (3, []),
+                (4, ["trainer.test_freq=1"]),
+                (3, ["trainer.test_freq=1", "trainer.val_before_train=false"]),
+                (2, ["trainer.test_freq=100"]),
             )
         ),
     ],
