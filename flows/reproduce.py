@@ -39,7 +39,7 @@ from tasks.config.identity import paced_by_length
 from tasks.config.reward import RewardModelConfig
 from tasks.config.tracking import TrackingConfig
 from tasks.records.history import HistoryError, RunHistory, comparable
-from tasks.records.lineage import dvc_hashes, other_packages, start_tag
+from tasks.records.lineage import FIRST, dvc_hashes, other_packages
 from tasks.records.tracking import mlflow_client
 from tasks.system.access import dvc_environment, shared_server
 from tasks.system.late_mlflow import mlflow_tags
@@ -170,16 +170,16 @@ def recorded_code(history: RunHistory) -> tuple[str, bytes]:
         raise HistoryError(f"run {history.run_id} has no git commit: it did not run from a repository")
     patch = history.content("lineage/000000/code.patch")
     found = f"sha256:{hashlib.sha256(patch).hexdigest()}"
-    commit, _, digest = tags.get(start_tag(0), "").partition(" ")
+    commit, _, digest = tags.get(FIRST.tag, "").partition(" ")
     if not digest:
         raise HistoryError(
-            f"run {history.run_id} has no tag {start_tag(0)}, which holds its patch's digest: it is older than these "
+            f"run {history.run_id} has no tag {FIRST.tag}, which holds its patch's digest: it is older than these "
             f"tags, or somebody removed it. Read lineage/000000/code.patch; if you trust it, set the tag to "
             f"'{tags[mlflow_tags.MLFLOW_GIT_COMMIT]} {found}'"
         )
     if digest != found:
         raise HistoryError(
-            f"lineage/000000/code.patch of run {history.run_id} has {found}, but its tag {start_tag(0)} says {digest}: "
+            f"lineage/000000/code.patch of run {history.run_id} has {found}, but its tag {FIRST.tag} says {digest}: "
             "somebody changed it after the run, so its code is not run"
         )
     return commit, patch

@@ -310,8 +310,11 @@ def _time_metrics(run: TrainingRun, clock: Stopwatch, images: int) -> dict[str, 
     seconds, trainer = clock.finished(), run.config.trainer
     run.spent = cost_metrics(run.spent, seconds, run.config.gpus)
     devices = run.config.gpus if trainer.device == "cuda" else trainer.world_size
+    speed = compute_throughput_metrics_diffusion({"sample_level_rewards": range(images)}, seconds, devices)
+    if "update_actor" not in seconds:  # an earlier process made the update, and most of what the iteration took
+        speed = {"perf/total_num_images": speed["perf/total_num_images"]}
     return (
-        compute_throughput_metrics_diffusion({"sample_level_rewards": range(images)}, seconds, devices)
+        speed
         | compute_timing_metrics_diffusion(seconds, images)
         | orchestration_metrics(seconds)
         | inside_metrics(clock.inside)

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 UNCONDITIONAL = "unconditional"
 """Name under which samples carry the half of the guidance without the prompt."""
 
+TAKEN_AS_IT_IS = {"timestep", "t", "guidance", "img_ids", "txt_ids"}
+"""Inputs of diffusers' networks that are numbers and places, and no activations: rounded, they would be others."""
 TEXT = ("prompt_embeds", "prompt_embeds_mask", "negative_prompt_embeds", "negative_prompt_embeds_mask")
 """What `prepare_model_inputs` takes of every family's text by name."""
 
@@ -40,6 +42,17 @@ OPTIONAL_PIPELINE_FIELDS: dict[str, float | None] = {"true_cfg_scale": 1.0, "gui
 
 
 _ADAPTERS = Registry("A training adapter")
+
+
+def _in_format(inputs: dict[str, Any], model_config: DiffusionModelConfig) -> dict[str, Any]:
+    """A family's own adapter has cast them; one that was written for another system may leave that to what calls it."""
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, list):
+            return [cast(item) for item in value]
+        return value.to(model_config.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return {name: value if name in TAKEN_AS_IT_IS else cast(value) for name, value in inputs.items()}
 
 
 class DiffusionModelBase(ABC):
@@ -213,7 +226,8 @@ class DiffusionModelBase(ABC):
         step: int = 0,
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """`prepare_model_inputs` as every engine asks for it: with the text out of the micro-batch, the picture's size
-        in it, and nothing for a negative prompt where there is no guidance.
+        in it, all in the model's number format but what networks take as it is (`TAKEN_AS_IT_IS`), and nothing for a
+        negative prompt where there is no guidance.
 
         Args:
             latents: [B, W+1, ...] or [B, ...], as `prepare_model_inputs` takes them.
@@ -228,7 +242,8 @@ class DiffusionModelBase(ABC):
         inputs, negative = cls.prepare_model_inputs(
             module, model_config, latents, timesteps, **text, micro_batch=given, step=step
         )
-        return inputs, negative if cls.is_guided(model_config.pipeline) else None
+        guided = cls.is_guided(model_config.pipeline)
+        return _in_format(inputs, model_config), _in_format(negative, model_config) if guided and negative else None
 
     @classmethod
     def denoise(cls, module: nn.Module, model_inputs: dict[str, Any]) -> Tensor:

@@ -44,9 +44,22 @@ def compile_blocks(adapter: type[DiffusionModelBase], module: nn.Module) -> None
     hold_marked_rows()
     options, graph = SAME_EVERYWHERE | HOLD_ROWS, OneGraph()
     for block in adapter.transformer_blocks(module):
+        _name_weights_as_sharded(block)
         compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, options=options)
         block.forward = graph.of_block(_for_any_text(adapter, block.forward, compiled))
     module.forward = graph.of_whole(module)
+
+
+def _name_weights_as_sharded(block: nn.Module) -> None:
+    """Have torch's compiler name a block's weights as it names those that FSDP holds.
+
+    What it found out of a graph with gradient is kept on the disk under these names, once a backward pass is compiled.
+    So the rollout, which computes none, finds the trainer's, and need not trace each graph anew in every process. These
+    are attributes that `fully_shard` sets; without them, as in another version of torch, it is traced anew.
+    """
+    for part in block.modules():
+        known: Any = part
+        known._is_fsdp_managed_module = known._fsdp_use_orig_params = True
 
 
 def _for_any_text(adapter: type[DiffusionModelBase], forward: Forward, compiled: Forward) -> Forward:

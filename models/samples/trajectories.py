@@ -73,6 +73,12 @@ class PromptTable(PickledAsBytes):
         moved = {name: copy(tensor, device) for name, tensor in present.items()}
         return replace(self, **moved, extras={name: copy(tensor, device) for name, tensor in self.extras.items()})
 
+    def zeroed(self) -> "PromptTable":
+        """A table like this one, of which each embedding is 0."""
+        own = {"prompt_embeds": self.prompt_embeds, "prompt_embeds_mask": self.prompt_embeds_mask}
+        tensors = {**own, **self.extras, **self._negatives()}
+        return PromptTable.of({n: torch.zeros_like(t) if t.is_floating_point() else t for n, t in tensors.items()})
+
     @staticmethod
     def join(tables: Sequence["PromptTable"]) -> "PromptTable":
         """The prompts of several tables one after the other, padded to the longest; the negative prompt of all, or

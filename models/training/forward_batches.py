@@ -45,8 +45,7 @@ def noised_batch(
     finished = FinishedLatents.join([samples for samples, _ in batch.parts])
     advantages = torch.cat([row for _, row in batch.parts])
     chosen = engine.loss_fn.prepare_actor_batch(finished, advantages, engine.actor_config)
-    idle = finished.scored(torch.arange(unit) % len(finished), torch.full_like(advantages, torch.nan))
-    idle = replace(idle, latents=torch.zeros_like(idle.latents))  # 0 times a latent that is not finite would be NaN
+    idle = _weightless(chosen, finished, unit)
     cuts = torch.arange(len(chosen)).split(size) if len(chosen) else ()
     parts = [chosen.rows(index) for index in cuts]
     most = _over_ranks(len(parts), dist.ReduceOp.MAX, engine.device)
@@ -65,6 +64,18 @@ def noised_batch(
     pieces = [noise_latents(part, schedule, config, engine.loss_fn.paired).together(together) for part in parts]
     pieces = _compared(engine, pieces, rows, config)
     return ActorBatch(list(zip(pieces, rows, strict=True)), counted * together)
+
+
+def _weightless(chosen: FinishedLatents, finished: FinishedLatents, count: int) -> FinishedLatents:
+    """So many samples without an advantage and with finite velocities: 0 times one that is not finite would be NaN.
+
+    Those that are chosen have them. Where none is, it may be by latents or text that are not finite: both are zeroed.
+    """
+    some = chosen if len(chosen) else finished
+    idle = replace(some.rows(torch.arange(count) % len(some)), advantages=torch.full((count,), torch.nan))
+    if len(chosen):
+        return idle
+    return replace(idle, latents=torch.zeros_like(idle.latents), prompts=idle.prompts.zeroed())
 
 
 def piece_sizes(whole: int, size: int, unit: int) -> set[int]:

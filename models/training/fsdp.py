@@ -109,7 +109,7 @@ class DiffusersFSDPEngine(PolicyForward):
         prompts, index, latents = canary_batch(self.adapter, self.model_config, canary, self.device)
         timesteps = self.scheduler.timesteps[:1].to(self.device).expand(len(index))
         text = prompts.expand(index)
-        inputs = self.adapter.model_inputs(self.module, self.model_config, latents, timesteps, text)
+        inputs = self.adapter.model_inputs(self.module, self.input_config, latents, timesteps, text)
         self._trained.reduce_gradients(True)
         self.pass_through(*inputs).float().mean().backward()
         self.optimizer.zero_grad()
@@ -287,7 +287,7 @@ class DiffusersFSDPEngine(PolicyForward):
 
     def canary_velocity(self, canary: Canary) -> Tensor:
         """What the trainer's model predicts for the canary, [S, n, ...] fp32 on the CPU (`canary_velocity`)."""
-        return canary_velocity(self.adapter, self.module, self.model_config, canary, self.device)
+        return canary_velocity(self.adapter, self.module, self.input_config, canary, self.device)
 
     # ---- checkpoint
 
@@ -385,9 +385,8 @@ class DiffusersFSDPEngine(PolicyForward):
         policy = MixedPrecisionPolicy(
             param_dtype=getattr(torch, policy_format),
             reduce_dtype=getattr(torch, settings.reduce_dtype),
-            # The adapter casts what the family's pipeline casts. Timesteps and rotary angles are not among it: rounded
-            # here, the trainer would see another timestep than the rollout.
-            cast_forward_inputs=settings.param_dtype not in (None, own),
+            # The adapter casts, see `input_config`; to a wider format it is done here, after the rollout's rounding.
+            cast_forward_inputs=policy_format == "float32" != own,
         )
         # Weights that diffusers keeps in fp32 in a bf16 model stay so, whole on every rank: they are few, and rounded
         # here they would make another model than the rollout's. FSDP computes with one format a block.

@@ -4,6 +4,7 @@ loss."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +127,16 @@ class PolicyForward:
             )
         return loss, metrics
 
+    @property
+    def input_config(self) -> DiffusionModelConfig:
+        """The model's, in whose number format an adapter casts what the family's pipeline casts, and no more: rounded
+        by FSDP, which casts every input, a timestep would be another one than the rollout's. Of fp32 weights that
+        compute in bf16 it is that format."""
+        config, computes = self.model_config, self.actor_config.fsdp_config.param_dtype
+        if (config.model.dtype, computes) != ("float32", "bfloat16"):
+            return config
+        return replace(config, model=config.model.model_copy(update={"dtype": computes}))
+
     def pass_through(self, inputs: dict[str, Any], negative: dict[str, Any] | None) -> Tensor:
         """The velocity [B, ...] as the update computes it, with gradient; a reference that is the same weights without
         LoRA has computed it, too."""
@@ -183,12 +194,12 @@ class PolicyForward:
         if "noisy_latents" in data:
             timesteps = data["sigmas"] * self.scheduler.config.num_train_timesteps
             inputs, negative = self.adapter.model_inputs(
-                module, self.model_config, data["noisy_latents"], timesteps, micro_batch, step
+                module, self.input_config, data["noisy_latents"], timesteps, micro_batch, step
             )
             half = self._fixed_half(micro_batch, negative, step) if learning else None
             return {"velocity": self.adapter.predict_velocity(module, self.model_config, inputs, negative, half)}
         inputs, negative = self.adapter.model_inputs(
-            module, self.model_config, micro_batch["latents"], micro_batch["timesteps"], micro_batch, step
+            module, self.input_config, micro_batch["latents"], micro_batch["timesteps"], micro_batch, step
         )
         replayed: dict[str, Any] = {name: micro_batch[name] for name in ("latents", "timesteps")}
         replayed |= {f"all_{name}": replayed[name] for name in ("latents", "timesteps")}  # the reference system's names

@@ -26,9 +26,10 @@ MEASURED_ANEW = (
     *("timing", "perf/", "memory/", "cost/hours", "cost/gpu_hours"),
     *(f"{HEADLINE}/{name}" for name in ("images_per_second", "hours", "gpu_hours")),
     *("sync/canary_change", "sync/canary_missing"),
+    *("machines/", "report/", "tracking/"),
 )
-"""Beginnings of the metrics that differ between two runs of the same thing: seconds, bytes, and what a process compares
-with its own weight sync before."""
+"""Beginnings of the metrics that differ between two runs of the same thing: seconds, bytes, what a process compares
+with its own weight sync before, and what failed beside the training."""
 
 
 class HistoryError(DoubleflowError, RuntimeError):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import ray
@@ -23,6 +23,7 @@ from tasks.system.late_mlflow import DatasetInput, mlflow, mlflow_tags
 
 CODE = Path(__file__).resolve().parents[2]
 DIGEST = re.compile(r"[\w.-]+")
+TAG = "doubleflow.lineage."
 LOCK = "dvc.lock"
 MOST_TOLD = 8
 """Packages of another version that are named."""
@@ -31,6 +32,39 @@ REMEDY = "make it anew with `dvc commit`, or take the repository's with `git che
 
 class LineageError(DoubleflowError, RuntimeError):
     """Where the data came from cannot be told."""
+
+
+class Start(NamedTuple):
+    """One start of a run. Starts sort in the order in which they were.
+
+    A step is recorded once: step i by the last start with an `iteration` below i, step 0 by the first one. Older
+    versions named a start by its checkpoint, after which an earlier start may have recorded more.
+
+    Attributes:
+        iteration: the last that was recorded when it began.
+        number: from 1 on, of those that began there: only the last of them has recorded what comes next.
+    """
+
+    iteration: int
+    number: int = 1
+
+    def __str__(self) -> str:
+        """Its folder in `lineage`: 000010, or 000010-2."""
+        return f"{self.iteration:06d}" + (f"-{self.number}" if self.number > 1 else "")
+
+    @classmethod
+    def parsed(cls, text: str) -> "Start | None":
+        """From what `str` gave; None where it is something else."""
+        found = re.fullmatch(r"(\d{6,})(?:-(\d+))?", text)
+        return cls(int(found[1]), int(found[2] or 1)) if found else None
+
+    @property
+    def tag(self) -> str:
+        """Name of its tag."""
+        return f"{TAG}{self}"
+
+
+FIRST = Start(0)
 
 
 @dataclass(frozen=True)
@@ -49,15 +83,10 @@ class Lineage:
     environment: dict[str, Any]
     datasets: list[DatasetInput]
 
-    def start_tag(self, iteration: int) -> dict[str, str]:
-        """Tag of the start after that iteration: its commit and the digest of its patch; nothing without a commit."""
+    def start_tag(self, start: Start) -> dict[str, str]:
+        """Tag of that start: its commit and the digest of its patch; nothing without a commit."""
         commit = self.tags.get(mlflow_tags.MLFLOW_GIT_COMMIT)
-        return {start_tag(iteration): f"{commit} sha256:{hashlib.sha256(self.patch).hexdigest()}"} if commit else {}
-
-
-def start_tag(iteration: int) -> str:
-    """Name of the tag of the start after that iteration."""
-    return f"doubleflow.lineage.{iteration:06d}"
+        return {start.tag: f"{commit} sha256:{hashlib.sha256(self.patch).hexdigest()}"} if commit else {}
 
 
 def lineage(data: Sequence[Path], code: Path = CODE) -> Lineage:

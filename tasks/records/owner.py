@@ -5,11 +5,14 @@ A process that is killed, or whose machine vanishes, leaves its MLflow run RUNNI
 wrote it last, and in which flow run: whoever comes by next closes it.
 """
 
+import hashlib
 import json
 import os
+import re
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from prefect.context import FlowRunContext
@@ -21,6 +24,11 @@ OWNER = "doubleflow.owner"
 FLOW_RUN = "doubleflow.flow_run"
 ENDED = "doubleflow.ended"
 """Tag of a run that somebody else closed: why."""
+MACHINE_ID = Path("/etc/machine-id")
+OF_THE_MACHINE = "pid:[4026531836]"
+"""The namespace of process numbers that every Linux begins with, PROC_PID_INIT_INO: outside of containers."""
+OF_AN_IMAGE = Path("/.dockerenv"), Path("/run/.containerenv")
+"""Docker and Podman leave these, also in what a virtual machine is made of."""
 
 
 class Owner(NamedTuple):
@@ -30,42 +38,65 @@ class Owner(NamedTuple):
         host: the machine's name.
         namespace: of process numbers; two containers of one machine may each have a process of the same number.
         process: which one.
+        machine: mark of the machine that it keeps from boot to boot; None where there is none, or of older versions.
     """
 
     host: str
     namespace: str
     process: ProcessIdentity
+    machine: str | None = None
 
     @classmethod
     def this(cls) -> "Owner":
         """This process."""
-        return cls(socket.gethostname(), _namespace(), ProcessIdentity.of(os.getpid()))
+        return cls(socket.gethostname(), _namespace(), ProcessIdentity.of(os.getpid()), _machine())
 
     @classmethod
     def parsed(cls, text: str) -> "Owner | None":
         """From what `str` gave; None where it is something else."""
         try:
-            host, namespace, process = json.loads(text)
-            return cls(host, namespace, ProcessIdentity.parsed(process))
+            host, namespace, process, *machine = json.loads(text)  # of older versions without the last
+            return cls(host, namespace, ProcessIdentity.parsed(process), *machine)
         except (ValueError, TypeError, AttributeError):
             return None
 
     def __str__(self) -> str:
         """One line of JSON, for a tag."""
-        return json.dumps([self.host, self.namespace, str(self.process)])
+        return json.dumps([self.host, self.namespace, str(self.process), self.machine])
 
     @property
     def alive(self) -> bool | None:
-        """Does it run? None where that cannot be said from here: it is of another machine or container."""
+        """Does it run? None where that cannot be said from here: it is, or may be, of another machine or container.
+
+        Two machines may have one name, as pods of two namespaces have: one of another boot is dead only where the mark
+        says that this machine had that boot.
+        """
         if self.host != socket.gethostname():
             return None
         if self.process.boot != boot_id():
-            return False
+            return False if self.machine is not None and self.machine == _machine() else None
         return self.process.process() is not None if self.namespace == _namespace() else None
 
 
 def _namespace() -> str:
     return os.readlink("/proc/self/ns/pid")
+
+
+def _machine() -> str | None:
+    """The machine's mark: a digest, as machine-id(5) wants its number kept from others.
+
+    None where the file is missing, unreadable or not filled yet, and in a container: there it may be the image's, which
+    containers of other machines have too.
+    """
+    if _namespace() != OF_THE_MACHINE or any(path.exists() for path in OF_AN_IMAGE):
+        return None
+    try:
+        number = MACHINE_ID.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return (
+        hashlib.sha256(f"{OWNER} {number}".encode()).hexdigest()[:32] if re.fullmatch("[0-9a-f]{32}", number) else None
+    )
 
 
 def owner_tags() -> dict[str, str]:

@@ -99,7 +99,8 @@ class PatientClient(AskedClient):
         seconds: for how long an outage is waited for, `tracking.max_outage_s`.
 
     Attributes:
-        meanwhile: a context that a wait is spent in, of the thread that made this client.
+        meanwhile: a context that a wait is spent in, of the thread that made this client. It ends normally before an
+            error that is an answer is raised; TrackingAway is raised through it.
         waits: does another thread wait for the server now?
     """
 
@@ -128,7 +129,13 @@ class PatientClient(AskedClient):
             first = error
         if threading.get_ident() == self._thread:
             with self.meanwhile():
-                return self._again(request, begun, first)
+                try:
+                    return self._again(request, begun, first)
+                except TrackingAway:
+                    raise
+                except Exception as error:
+                    refusal = error
+            raise refusal  # whoever asked may go on after it, with what was put to sleep meanwhile
         self.waits = True
         try:
             return self._again(request, begun, first)

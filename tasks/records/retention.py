@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a run's pictures stay: `tracking.keep_pictures` and `tracking.keep_validation_grids`."""
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tasks.config.tracking import TrackingConfig
@@ -9,6 +10,8 @@ from tasks.records.tracking import Tracker
 
 REMOVED_TAG = "doubleflow.removed"
 """Tag of a run, followed by the kind of picture: up to which iteration such pictures were removed."""
+
+log = logging.getLogger(__name__)
 
 
 def surplus(steps: Iterable[int], keep: int | None, with_first: bool = False) -> list[int]:
@@ -26,6 +29,9 @@ def surplus(steps: Iterable[int], keep: int | None, with_first: bool = False) ->
 
 def remove_old_pictures(tracker: Tracker, config: TrackingConfig, grids: Path) -> dict[str, list[int]]:
     """Remove what the settings do not keep, and say so in a tag of the run.
+
+    What a disk, or MLflow's server of files, does not let go is a warning, and tried again the next time: it costs
+    room, and no record.
 
     Args:
         tracker: of the run.
@@ -53,8 +59,7 @@ def _remove_pictures(tracker: Tracker, keep: int | None) -> list[int]:
     for album in tracker.listed("pictures"):
         files.setdefault(int(Path(album).name), []).append(album)
     old = surplus(files, keep)
-    tracker.remove([path for step in old for path in files[step]])
-    return old
+    return _removed("pictures", old, lambda step: tracker.remove(files[step]))
 
 
 def _remove_grids(tracker: Tracker, keep: int | None, folder: Path) -> list[int]:
@@ -64,8 +69,23 @@ def _remove_grids(tracker: Tracker, keep: int | None, folder: Path) -> list[int]
     files = {int(path.stem): path for path in folder.glob("*.png")}
     old = surplus(sheets.keys() | files.keys(), keep, with_first=True)
     samples = {int(Path(path).stem): path for path in tracker.listed("extremes")} if old else {}
-    tracker.remove([path for step in old for path in [*sheets.get(step, ()), *filter(None, [samples.get(step)])]])
-    for step in old:
-        if step in files:
-            files[step].unlink()
-    return old
+
+    def remove(step: int) -> None:
+        tracker.remove([*sheets.get(step, ()), *filter(None, [samples.get(step)])])
+        if step in files:  # last: by it the next time finds what of the step is still there
+            files[step].unlink(missing_ok=True)
+
+    return _removed("validation_grids", old, remove)
+
+
+def _removed(kind: str, steps: Iterable[int], remove: Callable[[int], None]) -> list[int]:
+    """Those of the steps that `remove` has removed, up to the first that cannot be, which is told."""
+    gone = list[int]()
+    for step in steps:
+        try:
+            remove(step)
+        except OSError as error:
+            log.warning("%s of iteration %d cannot be removed, and the next time is another try: %s", kind, step, error)
+            break
+        gone.append(step)
+    return gone

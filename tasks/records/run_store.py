@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: complete, or not there.
 
-A checkpoint is written aside, flushed, verified against the digests in its own record and then renamed into place;
-a run killed at any moment leaves whole checkpoints and at most one folder that nobody reads. Written in the background,
-it takes the same steps behind the run.
+A checkpoint is written aside, flushed, verified against the digests in its own record and then renamed into place; an
+old one is renamed before it is removed. A run killed at any moment leaves whole checkpoints and at most one folder that
+nobody reads. Written in the background, a checkpoint takes the same steps behind the run.
 """
 
 import json
 import logging
+import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -89,7 +90,7 @@ class CheckpointStore:
     """
 
     def __init__(self, folder: Path, keep: int | None = None, content: str = WEIGHTS, behind: Behind | None = None):
-        """Make the folder, and remove what a killed run has left half written."""
+        """Make the folder, and remove what a killed run has left half written or half removed."""
         self.folder, self.keep, self.content = folder, keep, content
         self.behind = behind or Behind()
         self._under_way: Future[Path] | None = None
@@ -101,6 +102,7 @@ class CheckpointStore:
                 "remove it to begin without checkpoints"
             ) from error
         remove(*(self._aside(iteration) for iteration in numbers_in(folder, ".writing-")))
+        self._remove_renamed()
 
     def iterations(self) -> list[int]:
         """Iterations whose name a checkpoint has, ascending; other names are nobody's."""
@@ -113,6 +115,10 @@ class CheckpointStore:
     def _aside(self, iteration: int) -> Path:
         """Where it is until it is whole."""
         return self.folder / f".writing-{iteration:06d}"
+
+    def _old(self, iteration: int) -> Path:
+        """Where it is while it is removed."""
+        return self.folder / f".old-{iteration:06d}"
 
     def save(self, state: RunState, write: Callable[[Path], None]) -> Path:
         """Write a checkpoint, after all that is written in the background; on any error nothing is left and the older
@@ -173,21 +179,37 @@ class CheckpointStore:
             (aside / RECORD).write_text(json.dumps(record | {RECORD_DIGEST: record_digest(record)}, indent=1))
             flush(aside)
             verify(aside, self.content)
+            if self.path(state.iteration).exists():
+                self._remove([state.iteration])
             move_in_place(aside, self.path(state.iteration))
         self._let_old_ones_go(state.iteration)
         return self.path(state.iteration)
 
     def _let_old_ones_go(self, saved: int) -> None:
         """Keep the newest up to the one just saved; what only has a checkpoint's name takes the place of none."""
-        paths = [self.path(iteration) for iteration in self.iterations() if iteration <= saved]
-        whole = [path for path in paths if (path / RECORD).is_file()]
-        remove(*(whole[: -self.keep] if self.keep else []))
+        if self.keep:
+            earlier = [iteration for iteration in self.iterations() if iteration <= saved]
+            whole = [iteration for iteration in earlier if (self.path(iteration) / RECORD).is_file()]
+            self._remove(whole[: -self.keep])
 
     def remove(self, through: int) -> None:
-        """Remove the checkpoints of iterations up to that one."""
-        for iteration in self.iterations():
-            if iteration <= through:
-                remove(self.path(iteration))
+        """Remove the checkpoints of iterations up to that one; what cannot be removed is told, and tried again when
+        the next are."""
+        self._remove([iteration for iteration in self.iterations() if iteration <= through])
+
+    def _remove(self, iterations: Sequence[int]) -> None:
+        """What is removed in part has no checkpoint's name by then."""
+        self._remove_renamed()  # first: one of the same iteration would be in the way
+        for iteration in iterations:
+            with _told(self.path(iteration)):
+                self.path(iteration).rename(self._old(iteration))
+            self._remove_renamed(iteration)
+
+    def _remove_renamed(self, *iterations: int) -> None:
+        """Of these iterations, or all that are left."""
+        for iteration in iterations or numbers_in(self.folder, ".old-"):
+            with _told(self._old(iteration)):
+                remove(self._old(iteration))
 
     def latest(self, config_digest: str, data_digest: str) -> tuple[RunState, Path] | None:
         """The newest checkpoint, see `load`; None only if nothing has a checkpoint's name."""
@@ -261,6 +283,17 @@ def other_data(stored: str, present: str) -> str | None:
 def _part(data_digest: str, number: int) -> str:
     """Of the data (0) or the weights (1); empty where a record of an older version has none of the weights."""
     return (*data_digest.split("-"), "")[number]
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """What cannot be removed in the block is a warning, for what is newer is whole; no word of what is gone after all,
+    as where somebody else removes it."""
+    try:
+        yield
+    except OSError as error:
+        if os.path.lexists(path):
+            log.warning("%s cannot be removed yet, and is tried again when the next one goes: %s", path, error)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from models.errors import DoubleflowError, no_room_for
 from tasks.config.tracking import PASSWORD_OF_MLFLOW, TrackingConfig
 from tasks.records.flow_run_end import heed_no_signal
 from tasks.records.headline import HEADLINE, experiment_tags, headline
-from tasks.records.lineage import Lineage
+from tasks.records.lineage import FIRST, Lineage, Start
 from tasks.records.moved_records import DATABASE, FILES, require_own_files
 from tasks.records.owner import OWNER, close_dead_runs, owner_tags
 from tasks.records.patience import FULL, LocalClient, PatientClient, few_retries, why_away
@@ -154,16 +155,25 @@ class Tracker:
         self.client.log_dict(self.run_id, whole, "config.json")
 
     def log_lineage(self, lineage: Lineage, iteration: int, config: Section | None = None) -> None:
-        """Where this start of the run came from, and its config, under the iteration that it begins after."""
-        tags = lineage.tags | lineage.start_tag(iteration)
+        """Where this start of the run came from, and its config, under the iteration that its records begin after."""
+        start = self._start_after(iteration)
+        tags = lineage.tags | lineage.start_tag(start)
         self.client.log_batch(self.run_id, tags=[mlflow.entities.RunTag(name, value) for name, value in tags.items()])
         self.client.log_inputs(self.run_id, lineage.datasets)
-        self.client.log_dict(self.run_id, lineage.environment, f"lineage/{iteration:06d}/environment.json")
+        self.client.log_dict(self.run_id, lineage.environment, f"lineage/{start}/environment.json")
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "code.patch").write_bytes(lineage.patch)
             if config is not None:
                 (Path(folder) / "config.json").write_text(json.dumps(config.model_dump(mode="json"), indent=2))
-            self.client.log_artifacts(self.run_id, folder, f"lineage/{iteration:06d}")
+            self.client.log_artifacts(self.run_id, folder, f"lineage/{start}")
+
+    def _start_after(self, iteration: int) -> Start:
+        """Which start this is. It replaces none before it but a first one that has recorded nothing: `FIRST`, which
+        `flows.reproduce` does again, is the one that made the first records."""
+        if iteration == 0 and not self.logged_steps:
+            return FIRST
+        there = {Path(path).name for path in self.listed("lineage")}
+        return next(start for start in map(Start, repeat(iteration), count(1)) if str(start) not in there)
 
     def log_step(
         self,

@@ -4,12 +4,14 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from tasks.records.comparison import Interval, mean_interval, score_columns
 from tasks.records.history import RunHistory
+from tasks.records.lineage import Start
 from tasks.records.model_registry import TABLE
 from tasks.records.tracking import STEP_MARK
 from tasks.report.charts import Band, spread
@@ -133,9 +135,9 @@ def read(history: RunHistory, grids: Iterable[str] = ("validation",)) -> Recorde
     recorded.samples = _samples(history)
     if OVERRIDES in there:
         recorded.overrides = json.loads(history.content(OVERRIDES))
-    starts = sorted(item.path for item in history.client.list_artifacts(history.run_id, "lineage"))
-    if starts:
-        recorded.environment = json.loads(history.content(f"{starts[-1]}/environment.json"))
+    starts = [Start.parsed(Path(item.path).name) for item in history.client.list_artifacts(history.run_id, "lineage")]
+    if newest := max(filter(None, starts), default=None):
+        recorded.environment = json.loads(history.content(f"lineage/{newest}/environment.json"))
     return recorded
 
 

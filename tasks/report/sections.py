@@ -13,6 +13,7 @@ from markupsafe import Markup
 from tasks.records.comparison import ComparisonError, Interval, paired_gain
 from tasks.records.guards import COLLAPSE_TAG, FLOOR_TAG, HACKING_TAG
 from tasks.records.headline import UNMOVED_TAG
+from tasks.records.lineage import TAG, Start
 from tasks.records.metrics import BEHIND, INSIDE
 from tasks.records.model_registry import REGRESSION
 from tasks.records.tracking import STEP_MARK, as_parameters
@@ -263,11 +264,12 @@ def lineage(recorded: Recorded) -> list[tuple[str, str]]:
     tags, environment = recorded.run.data.tags, recorded.environment
     dirty = {"true": "files differed from it: lineage/<iteration>/code.patch", "false": "no file differed from it"}
     inputs = recorded.run.inputs.dataset_inputs if recorded.run.inputs else ()
+    starts = sorted(filter(None, (Start.parsed(tag.removeprefix(TAG)) for tag in tags if tag.startswith(TAG))))
     rows = [
         ("MLflow run", recorded.run.info.run_id),
         ("commit", tags.get(mlflow_tags.MLFLOW_GIT_COMMIT, "none")),
         ("working copy", dirty.get(tags.get("doubleflow.git_dirty", ""), "not recorded")),
-        *((f"start after iteration {int(t.rsplit('.', 1)[1])}", v) for t, v in sorted(tags.items()) if _is_start(t)),
+        *((_of_start(start), tags[start.tag]) for start in starts),
         ("config digest", tags.get("doubleflow.config_digest", "not recorded")),
         ("data digest", tags.get("doubleflow.data_digest", "not recorded")),
         *((f"data {d.dataset.name}", d.dataset.digest) for d in inputs),
@@ -299,8 +301,8 @@ def moment(milliseconds: int | None) -> str:
     return f"{datetime.fromtimestamp(milliseconds / 1000, UTC):%Y-%m-%d %H:%M} UTC" if milliseconds else ""
 
 
-def _is_start(tag: str) -> bool:
-    return tag.startswith("doubleflow.lineage.") and tag.rsplit(".", 1)[1].isdigit()
+def _of_start(start: Start) -> str:
+    return f"start{f' {start.number}' if start.number > 1 else ''} after iteration {start.iteration}"
 
 
 def _reward_line(recorded: Recorded, kind: str, column: str, name: str, colour: int) -> Series:

@@ -133,7 +133,10 @@ def collect(run: TrainingRun, number: int, clock: Stopwatch, ahead: SampledItera
     iteration = find_or_submit(run, number, clock, ahead)
     scores = iteration.scores or sample_and_score(run, iteration, clock)
     learns = run.loss.learns_from_rewards()
-    advantages = advantage(clock, scores, run.config.algorithm) if learns else alike(scores)
+    if learns:
+        advantages, returns = advantage(clock, scores, run.config.algorithm)
+    else:
+        advantages = returns = alike(scores)
     version = iteration.policy_version
     if iteration.scores is None:  # and something can be learnt from them: if not, a run started again scores again
         kept = run.state(number), version, scores, iteration.pictures
@@ -141,7 +144,7 @@ def collect(run: TrainingRun, number: int, clock: Stopwatch, ahead: SampledItera
     shown, seed = len(iteration.pictures), run.config.trainer.seed
     iteration.advantages = advantages
     iteration.samples = sample_table(scores.samples, advantages, seed, number, version, shown)
-    iteration.metrics = _reward_metrics(scores, advantages) | scores.metrics()
+    iteration.metrics = _reward_metrics(scores, advantages, returns) | scores.metrics()
     iteration.metrics["rollout/policy_lag"] = float(number - 1 - version)
     iteration.metrics["perf/rollout_busy_s"] = iteration.rollout_seconds
     iteration.metrics["perf/reward_busy_s"] = scores.busy_seconds
@@ -221,9 +224,9 @@ def _keep_rollout(run: TrainingRun, iteration: SampledIteration, clock: Stopwatc
         iteration.is_kept = True
 
 
-def _reward_metrics(scores: Scores, advantages: np.ndarray) -> dict[str, float]:
+def _reward_metrics(scores: Scores, advantages: np.ndarray, returns: np.ndarray) -> dict[str, float]:
     batch = {"sample_level_rewards": scores.rewards, "uid": scores.uids}
-    batch |= {"advantages": advantages, "returns": advantages}
+    batch |= {"advantages": advantages, "returns": returns}
     numbers = scores.samples.drop(columns=["sample_index", "reward"]).select_dtypes("number")
     return compute_data_metrics_diffusion(batch) | {
         f"train/{name}/mean": float(value) for name, value in numbers.mean().dropna().items()

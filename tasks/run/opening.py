@@ -276,9 +276,9 @@ def _begin_records(run: TrainingRun, newest: Future[tuple[RunState, Path] | None
 
 
 def _begins_after(iteration: int, recorded: Set[int]) -> int:
-    """Under which iteration a start is recorded: that of its checkpoint. Without one, the last of the records, which
-    stay what an earlier start has made of them; 0 is where that came from, `flows.reproduce` reads there."""
-    return iteration or (max(1, *recorded) if recorded else 0)
+    """Under which iteration a start is recorded: the last of the records, which stay what an earlier start has made of
+    them, whether its checkpoint is of an earlier iteration or of the next one; without records, its checkpoint's."""
+    return max(recorded, default=iteration)
 
 
 def _watched(run: TrainingRun) -> AbstractContextManager[MachineWatch]:

@@ -5,27 +5,31 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import cast
 from uuid import UUID
 
 from prefect.artifacts import create_link_artifact, create_progress_artifact, update_progress_artifact
 from tqdm import tqdm
 
-from tasks.records.flow_page import run_links, tell
+from tasks.records.flow_page import page_logger, run_links, tell
 from tasks.report.sections import HELD_OUT
 from tasks.run.summary import Summary
 from tasks.run.training import TrainingRun
 
 SECONDS_BETWEEN_UPDATES = 15.0
 """Of Prefect's artifact; an update draws the curve and is a request."""
+SECONDS_AFTER_A_FAILURE = 600.0
+"""Until the next update is tried."""
 
 
 class Progress:
     """A line for each iteration on the flow run's page and in the terminal, and a progress artifact.
 
     The artifact has the last line, the curve of the rewards, the last held-out pictures and links. A terminal shows a
-    bar, which draws over itself, with the same numbers.
+    bar, which draws over itself, with the same numbers. The page is no part of the record: where Prefect's server
+    does not take what comes after the start, the run warns, once, and goes on.
 
     Args:
         run: whose iterations they are.
@@ -39,6 +43,7 @@ class Progress:
         stream = sys.stderr if shown else open(os.devnull, "w")  # noqa: SIM115  closed with the bar
         self._bar = tqdm(total=self.total, initial=done, desc="training", unit="it", dynamic_ncols=True, file=stream)
         self._line, self._lines = run.config.run_name, None if shown else sys.stderr
+        self._failed_at: float | None = None
         if done > total:
             self._tell(f"trainer.total_training_steps is {total}, but {done} iterations are done: none is left")
         artifact = create_progress_artifact(
@@ -58,9 +63,11 @@ class Progress:
         self._bar.set_postfix_str(", ".join(numbers), refresh=False)
         self._bar.update()
         self._tell(", ".join([f"iteration {number}/{self.total}: {numbers[0]}", *numbers[1:], self._left()]))
-        last = number >= self.total
-        if last or HELD_OUT in metrics or time.monotonic() - self._updated >= SECONDS_BETWEEN_UPDATES:
-            self._updated = time.monotonic()
+        last, now = number >= self.total, time.monotonic()
+        # A server that is away is tried for a minute, for which checkpoints and records wait: not at every turn.
+        waits = self._failed_at is not None and now - self._failed_at < SECONDS_AFTER_A_FAILURE
+        if not waits and (last or HELD_OUT in metrics or now - self._updated >= SECONDS_BETWEEN_UPDATES):
+            self._updated = now
             # Drawn and sent behind the run, which it would hold up, and once the report has the iteration.
             self.run.behind.submit(self._update, self._bar.n, self._line)
 
@@ -68,12 +75,14 @@ class Progress:
         """Leave the bar as it is, and the run's end and its links on the page; the end in a sentence."""
         self._bar.close()
         links = run_links(self.run.tracker, self.run.config.run_dir)
-        for name, address in links.items():
-            if address.startswith("http"):
-                create_link_artifact(address, key=f"{name.lower()}-page", description=f"{name} of {summary.run_name}")
         said = last_words(summary, links)
         tell(said)
-        self._update(self._bar.n, last_words(summary, {}))  # the page has the links below
+        with self._told():
+            for name, address in links.items():
+                if address.startswith("http"):
+                    told_of = f"{name} of {summary.run_name}"
+                    create_link_artifact(address, key=f"{name.lower()}-page", description=told_of)
+            self._update(self._bar.n, last_words(summary, {}))  # the page has the links below
         return said
 
     def _tell(self, line: str) -> None:
@@ -87,7 +96,22 @@ class Progress:
         return f"{tqdm.format_interval((self.total - self._bar.n) / rate)} left"
 
     def _update(self, done: int, line: str) -> None:
-        update_progress_artifact(self._artifact, progress=100 * done / self.total, description=self._page(line))
+        with self._told():
+            update_progress_artifact(self._artifact, progress=100 * done / self.total, description=self._page(line))
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """What goes wrong in the block is a warning, the first time."""
+        try:
+            yield
+        except Exception as error:
+            if self._failed_at is None:
+                page_logger().warning(
+                    "Prefect's page has not got the run's progress (%s: %s): the run goes on, and says this once",
+                    type(error).__name__,
+                    " ".join(str(error).split()),
+                )
+            self._failed_at = time.monotonic()
 
     def _page(self, line: str) -> str:
         """Of markdown; Prefect's list of artifacts shows its first paragraph."""

@@ -184,8 +184,8 @@ def without_equal_groups(
 
 
 @stage("adv", "advantage")
-def advantage(scores: Scores, config: DiffusionAlgoConfig) -> np.ndarray:
-    """Advantages [B] of an iteration's scores; see `compute_advantage`."""
+def advantage(scores: Scores, config: DiffusionAlgoConfig) -> tuple[np.ndarray, np.ndarray]:
+    """(advantages, returns) of an iteration's scores, [B] each; see `compute_advantage`."""
     data = {
         "sample_level_rewards": scores.rewards,
         "uid": scores.uids,
@@ -193,7 +193,7 @@ def advantage(scores: Scores, config: DiffusionAlgoConfig) -> np.ndarray:
         "reward_weights": scores.weights,
     }
     found = compute_advantage(data, config.adv_estimator, config.norm_adv_by_std_in_grpo, config.global_std, config)
-    return found["advantages"]
+    return found["advantages"], found["returns"]
 
 
 def alike(scores: Scores) -> np.ndarray:

@@ -8,19 +8,23 @@ from typing import Any
 from uuid import uuid4
 
 import anyio
+import httpx
 import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName, LogFilter, LogFilterFlowRunId
 from prefect.logging.handlers import APILogHandler
 
+import tasks.run.progress as progress_module
 from flows.train import in_parts
 from tasks.config.tracking import TrackingConfig
 from tasks.records.flow_page import flow_page, page_logger, tell
 from tasks.records.tracking import Tracker
+from tasks.report.sections import HELD_OUT
 from tasks.run.progress import Progress
 from tasks.run.schedule import MOST_PARTS, parts
 from tasks.stages.stage import stage
+from tasks.system.behind import Behind
 from tasks.system.stopwatch import Stopwatch
 from tests.support.mlflow_store import mlflow_in
 from tests.support.patience import wait_until
@@ -102,3 +106,41 @@ def test_a_run_that_is_to_be_shorter_than_it_is_has_all_of_it_done(
 
     assert shortened() == 100
     assert "trainer.total_training_steps is 10, but 20 iterations are done: none is left" in capfd.readouterr().err
+
+
+def test_progress_that_prefects_server_does_not_take_is_a_warning_once_and_costs_the_run_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where it is away for longer than Prefect's client tries: the page is no part of the record."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+    tried: list[float] = []
+
+    def away(*arguments: Any, progress: float = -1.0, **named: Any) -> None:
+        tried.append(progress)
+        raise httpx.ConnectError("All connection attempts failed")
+
+    told: list[str] = []
+    monkeypatch.setattr(progress_module, "create_progress_artifact", lambda **_: uuid4())
+    monkeypatch.setattr(progress_module, "update_progress_artifact", away)
+    monkeypatch.setattr(progress_module, "create_link_artifact", away)
+    monkeypatch.setattr(progress_module, "tell", told.append)
+    monkeypatch.setattr(progress_module, "page_logger", lambda: logging.getLogger("tasks.page"))
+    config, behind = SimpleNamespace(run_name="unseen", run_dir=tmp_path), Behind()
+    tracker = SimpleNamespace(uri="http://mlflow", experiment_id="1", run_id="2")
+    report = SimpleNamespace(card=str)
+    run: Any = SimpleNamespace(config=config, tracker=tracker, report=report, behind=behind, iteration=0, held_out=0.25)
+    progress = Progress(run, total=2, done=0)
+    progress.show_validation()
+    progress.advance(1, {HELD_OUT: 0.5})
+    behind.settle()
+    assert tried == [0.0], "records wait while Prefect's client tries"
+    monkeypatch.setattr(progress_module, "SECONDS_AFTER_A_FAILURE", 0.0)
+    progress.advance(2, {HELD_OUT: 0.5})
+    behind.settle()
+    assert tried == [0.0, 100.0]
+    assert behind.wait(behind.submit(lambda: "written")) == "written"
+    summary: Any = SimpleNamespace(run_name="unseen", validations=[], iterations=2, weights=None)
+    assert progress.close(summary) == told[-1]
+    (warning,) = [record for record in caplog.records if record.name == "tasks.page"]
+    assert "(ConnectError: All connection attempts failed)" in warning.getMessage()

@@ -34,6 +34,9 @@ def test_outcomes_metric_by_metric() -> None:
         "nan": {1: float("nan")},
         "late": {3: 1.0},
         "timing_s/step": {1: 5.0},
+        "machines/lost": {1: 1.0},
+        "report/failures": {1: 1.0},
+        "tracking/wandb_failures": {2: 3.0},
         "infinite": {1: 0.5, 2: float("inf")},
         "infinite no more": {1: 0.5, 2: float("inf")},
     }

@@ -72,9 +72,12 @@ def test_pictures_and_paths_of_other_families(engine_of: Any, name: str, tmp_pat
 
 
 def test_halves_that_are_recorded_are_computed_apart(engine_of: Any, tmp_path: Path) -> None:
-    """As in whole batches, to the bit: an update that takes the recorded half computes the other one alone."""
+    """As in whole batches, to the bit: an update that takes the recorded half computes the other one alone.
+
+    Of one sample: several come together as they arrive, and passes of other sizes round otherwise.
+    """
     checkpoint = Checkpoint(FAMILIES["z_image"], tmp_path / "model", {})
-    config, request = checkpoint.config(guided=True), everything(checkpoint.request(guided=True, samples=1))
+    config, request = checkpoint.config(guided=True), _only(everything(checkpoint.request(guided=True, samples=1)), 0)
     whole, stepwise = (engine_of(config, step_execution).produce(request).recorded for step_execution in (False, True))
     assert torch.equal(stepwise.unconditional, whole.unconditional)
     assert torch.equal(stepwise.log_probs, whole.log_probs)

@@ -250,6 +250,21 @@ def test_adapters_of_other_families_replay_and_train(
     assert second["ratio_deviation/max"] > 1e-4
 
 
+@pytest.mark.usefixtures("ported", "one_rank")
+@pytest.mark.parametrize("family", ["stable_diffusion_3", "z_image"])
+def test_what_adapters_of_other_families_do_not_cast_is_cast_where_bf16_computes_over_fp32(
+    tiny_folder: Callable[[str], Path], family: str
+) -> None:
+    config = model_config(tiny_folder(family))
+    request = RolloutRequest(noise_keys(1, 2), embeddings_of(config, (5,)), torch.tensor([0, 0]), window=(0, 1))
+    _, trajectories = DiffusersRolloutEngine(config).generate(request)
+    assert trajectories is not None
+    engine = DiffusersFSDPEngine(config, actor_config(param_dtype="bfloat16"))
+    engine.initialize()
+    apart = (engine.rescored(trajectories).log_probs - trajectories.log_probs).abs().max()
+    assert 0 < apart < 0.01
+
+
 @pytest.mark.usefixtures("ported")
 def test_the_folders_have_the_references_names(tiny_model: Path) -> None:
     config = model_config(tiny_model, external_lib="helpers")

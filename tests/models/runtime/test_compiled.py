@@ -112,6 +112,27 @@ def test_code_is_compiled_once_for_texts_of_every_length(tmp_path: Path, monkeyp
     assert compiled == compiled[:1] * 4
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_rank")
+def test_a_rollout_traces_no_graph_anew_that_a_trainer_has_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch keeps a graph with gradient once its backward pass is compiled, where no length in it is a variable."""
+    monkeypatch.setenv(VARIABLE, "")
+    use_compile_cache(str(tmp_path / "cache"))
+    FAMILIES["stable_diffusion_3"].save(tmp_path)
+    sizes = {"height": 16, "width": 24}
+    config = model_config(tmp_path, dtype="bfloat16", lora_rank=4, lora_alpha=8, compile=True, **sizes)
+    canary = Canary(embeddings_of(config, [5, 5], None), rows=4)
+    trainer(config).warm_up(canary)
+    torch._dynamo.reset()
+    counters.clear()
+    DiffusersRolloutEngine(config, batch_size=4).canary_velocity(canary)
+    kept = counters["aot_autograd"]
+    assert (kept["autograd_cache_miss"], kept["autograd_cache_bypass"]) == (0, 0)
+    assert kept["autograd_cache_hit"] == kept["total"] > 0
+
+
 def test_torch_compiles_as_many_forms_of_z_image_as_its_texts_have_lengths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

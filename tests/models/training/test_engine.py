@@ -48,6 +48,7 @@ from tests.support.helpers import (
     wait_until_saved,
 )
 from tests.support.plain_trainer import plain_kl, plain_module, plain_replay, plain_updates
+from tests.support.tiny_models import FAMILIES, embeddings_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -724,6 +725,29 @@ def test_no_frozen_weight_stays_whole_while_the_others_are_divided(
     DiffusersFSDPEngine(config, actor_config(param_dtype="bfloat16")).initialize()
     assert len(whole) > 0
     assert alive == [0.0] * len(alive)
+
+
+@pytest.mark.parametrize(
+    ("family", "network"),
+    [("stable_diffusion_3", "time_text_embed"), ("wan", "condition_embedder"), ("z_image", "t_embedder")],
+)
+def test_where_bf16_computes_over_fp32_weights_the_timestep_is_the_rollouts(
+    tmp_path: Path, family: str, network: str
+) -> None:
+    """bf16 numbers between 512 and 1024 are 4 apart: 790.4 was 792, and velocities .04 to .14 away in place of .01."""
+    known = FAMILIES[family]
+    known.save(tmp_path)
+    sizes = dict(zip(("height", "width"), known.sizes[0], strict=True)) | known.plain
+    config = model_config(tmp_path, lora_rank=4, lora_alpha=8, num_inference_steps=10, **sizes)
+    canary = Canary(embeddings_of(config, [5, 3]), rows=2, timesteps=10)
+    engine = trainer(config, param_dtype="bfloat16")
+    seen: list[Tensor] = []
+    engine.module.get_submodule(network).register_forward_pre_hook(lambda _, given: seen.append(given[0].flatten()))
+    own, rollouts = engine.canary_velocity(canary), DiffusersRolloutEngine(config).canary_velocity(canary)
+    apart = [(a - b).norm() / b.norm() for a, b in zip(own, rollouts, strict=True)]
+    assert 0.002 < max(apart) < 0.01
+    assert {time.dtype for time in seen} == {torch.float32}
+    engine.warm_up(canary)  # a backward pass, too
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])

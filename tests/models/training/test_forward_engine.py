@@ -69,15 +69,19 @@ def finished(config: DiffusionModelConfig) -> list[FinishedLatents]:
 
 
 @pytest.mark.parametrize("loss", ["dpo", "diffusion_nft"])
+@pytest.mark.parametrize("spoiled", ["latents", "text"])
 def test_a_rank_with_fewer_pieces_than_others_does_not_meet_a_sample_that_was_left_out(
-    one_block_model: Path, monkeypatch: pytest.MonkeyPatch, loss: str
+    one_block_model: Path, monkeypatch: pytest.MonkeyPatch, loss: str, spoiled: str
 ) -> None:
-    """Its idle pieces change no weight, though the sample that they have the keys of has latents that are NaN."""
+    """Its idle pieces change no weight, though its first sample's latents, or its text's embeddings, are not finite."""
     config, known = model_config(one_block_model), forward_batches._over_ranks
-    first = finished(config)[0]
-    first.latents[0] = NAN
-    batch = ActorBatch([(first, torch.tensor([NAN, 0.9, -0.8, 0.3, -0.6, 0.2]))], 5)
-    forward, weights = ForwardProcessConfig(num_train_timesteps=2), []
+    first, advantages = finished(config)[0], torch.tensor([NAN, 0.9, -0.8, 0.3, -0.6, 0.2])
+    if spoiled == "text":
+        first.prompts.prompt_embeds[first.prompt_index[0]] = float("inf")
+        advantages[first.prompt_index == first.prompt_index[0]] = NAN
+    else:
+        first.latents[0] = NAN
+    batch, forward, weights = ActorBatch([(first, advantages)], 5), ForwardProcessConfig(num_train_timesteps=2), []
     for more in (0, 1):  # that another rank has
 
         def over_ranks(number: int, operation: Any, device: str, more: int = more) -> int:
@@ -89,6 +93,23 @@ def test_a_rank_with_fewer_pieces_than_others_does_not_meet_a_sample_that_was_le
         assert engine.update_policy([batch])["grad_norm"] > 0
         weights.append(engine.gather_weights())
     assert largest_difference(*weights) == 0.0
+
+
+@pytest.mark.parametrize("loss", ["diffusion_nft", "dpo"])
+def test_a_rank_of_whose_samples_none_is_chosen_gives_no_gradient(
+    one_block_model: Path, monkeypatch: pytest.MonkeyPatch, loss: str
+) -> None:
+    """And none that is not finite, which all ranks would have, though its prompts' embeddings are."""
+    config, known = model_config(one_block_model), forward_batches._over_ranks
+    first = finished(config)[0]
+    first.prompts.prompt_embeds[:] = float("inf")
+    monkeypatch.setattr(forward_batches, "_over_ranks", lambda number, *how: known(number, *how) + 2)
+    engine = DiffusersFSDPEngine(
+        config, actor_config(loss_mode=loss), forward_config=ForwardProcessConfig(num_train_timesteps=2)
+    )
+    engine.initialize()
+    batch = ActorBatch([(first, torch.full((len(first),), NAN))], 5)
+    assert engine.update_policy([batch])["grad_norm"] == 0.0
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import psutil
 import pytest
 
 from tasks.records.run_lock import run_lock
-from tasks.records.run_store import CheckpointError, CheckpointStore, RunState
+from tasks.records.run_store import CheckpointError, CheckpointStore, RunState, verify
 from tasks.system.files import READERS
 from tasks.system.processes import ProcessIdentity
 
@@ -285,6 +286,68 @@ def test_a_checkpoint_that_lies_behind_a_link_is_one(tmp_path: Path) -> None:
     store.save(state(2), writer(10))
     assert store.iterations() == [2]
     assert moved.is_dir(), "of a link only the link goes"
+
+
+def refuse_to_remove(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """Whole folders: as NFS does where a file in one is still read, or any system where another removes it, too.
+
+    The first file of each goes before that is seen.
+    """
+
+    def refuse(folder: Path) -> None:
+        next(path for path in Path(folder).rglob("*") if path.is_file()).unlink()
+        raise OSError(code, os.strerror(code), str(folder))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+
+
+@pytest.mark.parametrize("code", [errno.ENOTEMPTY, errno.ENOENT])
+def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_the_next_save_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    """The new one is whole, and of the old one, half of which is gone, nothing has a checkpoint's name."""
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(state(1), writer(10))
+    with monkeypatch.context() as refusing:
+        refuse_to_remove(refusing, code)
+        store.save_in_background(state(2), writer(10), lambda: None)
+        store.behind.settle()
+        assert verify(store.path(2)) == state(2)
+        assert store.iterations() == [2]
+        (told,) = [record.getMessage() for record in caplog.records]
+        assert f"{os.strerror(code)}: '{tmp_path}/.old-000001'" in told
+        CheckpointStore(tmp_path, keep=1)  # as the same command started again; it may not remove it, either
+        assert len(caplog.records) == 2
+        assert (tmp_path / ".old-000001").is_dir()
+    store.save(state(3), writer(10))
+    assert [path.name for path in tmp_path.iterdir()] == ["iter_000003"]
+    assert len(caplog.records) == 2
+
+
+def test_a_folder_that_cannot_be_renamed_stays_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of several the others go; one that somebody else has removed by then is gone, which needs no word."""
+    store, rename = CheckpointStore(tmp_path), Path.rename
+    for iteration in (1, 2, 3):
+        store.save(state(iteration), writer(10))
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path.name == "iter_000001":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        if path.name == "iter_000002":
+            shutil.rmtree(path)
+        return rename(path, target)
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr(Path, "rename", refuse)
+        store.remove(through=3)
+    assert store.iterations() == [1]
+    assert verify(store.path(1)) == state(1)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "iter_000001" in told
+    store.remove(through=3)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_of_checkpoints_that_leads_nowhere_is_an_error(tmp_path: Path) -> None:

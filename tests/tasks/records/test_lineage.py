@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasks.records.code_difference import LARGEST_UNTRACKED
-from tasks.records.lineage import dvc_hashes, lineage, other_packages
+from tasks.records.lineage import Start, dvc_hashes, lineage, other_packages
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -219,7 +219,17 @@ def test_each_start_has_a_tag_with_its_commit_and_the_digest_of_its_patch(reposi
     (repository / "code.py").write_text("a = 2\n")
     record = lineage([], repository)
     digest = hashlib.sha256(record.patch).hexdigest()
-    assert record.start_tag(7) == {
+    assert record.start_tag(Start(7)) == {
         "doubleflow.lineage.000007": f"{git(repository, 'rev-parse', 'HEAD')} sha256:{digest}"
     }
-    assert lineage([], repository.parent).start_tag(0) == {}
+    assert lineage([], repository.parent).start_tag(Start(0)) == {}
+
+
+def test_starts_sort_as_they_were_and_are_read_from_their_names() -> None:
+    starts = [Start(0), Start(0, 2), Start(10), Start(10, 2), Start(10, 10), Start(11), Start(1_000_000)]
+    names = [str(start) for start in starts]
+    assert names[2:5] == ["000010", "000010-2", "000010-10"]
+    assert [Start.parsed(name) for name in names] == starts
+    by_name = sorted(starts, key=str)
+    assert sorted(by_name) == starts != by_name
+    assert {Start.parsed(name) for name in ("", "x", "10", "000010-", "000010-2/x")} == {None}

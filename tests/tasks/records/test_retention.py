@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which pictures of a run stay, on a real MLflow store."""
 
+import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,6 +89,45 @@ def test_a_grid_that_mlflow_has_not_got_yet_counts_as_one(recorded: tuple[Tracke
         "validation_grids": [3, 6, 9]
     }
     assert sorted(path.name for path in grids.iterdir()) == ["000000.png", "000012.png", "000013.png"]
+
+
+def test_a_grid_that_cannot_be_removed_stays_with_a_word_and_goes_the_next_time(
+    recorded: tuple[Tracker, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Here, or in MLflow; those after it go then, too. So a tag's iterations are gone, up to the one that it says."""
+    tracker, grids = recorded
+    unlink, delete = Path.unlink, os.remove
+    config = settings(tmp_path, keep_pictures=12, keep_validation_grids=2)
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "000003.png":
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+        unlink(path, missing_ok)
+
+    def refuse_of_mlflow(path: str, **named: Any) -> None:
+        if Path(path).name == "000009.json":
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+        delete(path, **named)
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr(Path, "unlink", refuse)
+        assert remove_old_pictures(tracker, config, grids) == {}
+    with monkeypatch.context() as refusing:
+        refusing.setattr(os, "remove", refuse_of_mlflow)
+        less = settings(tmp_path, keep_validation_grids=1)
+        assert remove_old_pictures(tracker, less, grids) == {"validation_grids": [3, 6]}
+    told = [record.getMessage() for record in caplog.records if "iteration" in record.getMessage()]
+    assert [line.split(":")[0] for line in told] == [
+        f"validation_grids of iteration {step} cannot be removed, and the next time is another try" for step in (3, 9)
+    ]
+    assert remove_old_pictures(tracker, settings(tmp_path, keep_validation_grids=1), grids) == {"validation_grids": [9]}
+    tag = tracker.client.get_run(tracker.run_id).data.tags["doubleflow.removed.validation_grids"]
+    assert tag.startswith("up to iteration 9,")
+    assert sorted(path.name for path in grids.iterdir()) == ["000000.png", "000012.png"]
+    assert tracker.listed("extremes") == ["extremes/000000.json", "extremes/000012.json"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a resumed run adds to its MLflow record."""
 
+import json
 import os
 import re
 import signal
@@ -16,7 +17,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import requests
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import RESOURCE_ALREADY_EXISTS
 from prefect.context import FlowRunContext
 from prefect.exceptions import TerminationSignal
 from sqlalchemy import Engine, event
@@ -24,7 +28,7 @@ from sqlalchemy import Engine, event
 from tasks.config.errors import ConfigError
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
-from tasks.records import patience
+from tasks.records import owner, patience
 from tasks.records.history import RunHistory
 from tasks.records.owner import FLOW_RUN, OWNER, Owner, close_dead_runs
 from tasks.records.patience import ONE_TRY, PatientClient
@@ -245,6 +249,41 @@ def test_what_ends_a_run_while_its_end_is_written_leaves_it_not_running(
     assert run.client.get_run(run.run_id).info.status == status
 
 
+@pytest.mark.parametrize("away", [False, True])
+def test_an_answer_that_is_an_error_ends_what_the_wait_was_spent_in_before_it_is_raised(
+    monkeypatch: pytest.MonkeyPatch, away: bool
+) -> None:
+    """Whoever asked may go on after it, and the rollout's workers, asleep meanwhile, must be awake then: as where the
+    first answer to a creation was lost. No answer at all ends the run, and wakes nobody."""
+    monkeypatch.setattr(patience.time, "sleep", lambda seconds: None)
+    seen: list[str] = []
+
+    @contextmanager
+    def meanwhile() -> Iterator[None]:
+        seen.append("asleep")
+        yield
+        seen.append("awake")
+
+    answers: Iterator[Exception] = iter(
+        [
+            requests.exceptions.ConnectionError("lost"),
+            MlflowException("it is there already", error_code=RESOURCE_ALREADY_EXISTS),
+        ]
+    )
+
+    class Client:
+        tracking_uri = "http://mlflow"
+
+        def create_registered_model(self, name: str) -> None:
+            raise next(answers)
+
+    client: Any = PatientClient(cast(MlflowClient, Client()), Client.tracking_uri, 0 if away else 60)
+    client.meanwhile = meanwhile
+    with pytest.raises(TrackingAway if away else MlflowException):
+        client.create_registered_model("a-model")
+    assert seen == (["asleep"] if away else ["asleep", "awake"])
+
+
 def listening(port: int) -> socket.socket | None:
     """A socket that listens there; None while another one does."""
     try:
@@ -360,9 +399,55 @@ def test_a_server_that_is_not_there_is_told_at_the_start() -> None:
     require_answer("sqlite:///mlflow.db")
 
 
+def as_a_machine(monkeypatch: pytest.MonkeyPatch, folder: Path, number: str = f"{7:032x}\n") -> Path:
+    """This process is in no container, and its machine has that number; the number's file."""
+    file = folder / "machine-id"
+    file.write_text(number)
+    monkeypatch.setattr(owner, "MACHINE_ID", file)
+    monkeypatch.setattr(owner, "OF_THE_MACHINE", os.readlink("/proc/self/ns/pid"))
+    monkeypatch.setattr(owner, "OF_AN_IMAGE", ())
+    return file
+
+
+def test_a_process_of_another_boot_is_dead_only_if_it_was_of_this_machine(tmp_path: Path, monkeypatch) -> None:
+    """Pods of two namespaces have one host name, and each its boot."""
+    number = as_a_machine(monkeypatch, tmp_path)
+    this = Owner.this()
+    before = this._replace(process=this.process._replace(boot="an-earlier-boot"))
+    assert (this.alive, before.alive) == (True, False)
+    assert Owner.parsed(str(before)) == before
+    assert number.read_text().strip() not in str(before), "which is to stay on the machine"
+    assert before._replace(machine="another").alive is None
+    assert before._replace(machine=None).alive is None
+    old = Owner.parsed(json.dumps(json.loads(str(before))[:3]))
+    assert old == before._replace(machine=None)
+    number.write_text(f"{8:032x}\n")
+    assert before.alive is None
+
+
+@pytest.mark.parametrize("why", ["missing", "not filled", "no text", "an image's", "in a container"])
+def test_a_machine_of_no_number_has_no_mark(tmp_path: Path, monkeypatch, why: str) -> None:
+    """That of an image is the same on every machine."""
+    number = as_a_machine(monkeypatch, tmp_path)
+    assert Owner.this().machine is not None
+    contents = {"not filled": b"uninitialized\n", "no text": b"\xff"}
+    if why == "missing":
+        number.unlink()
+    elif why in contents:
+        number.write_bytes(contents[why])
+    elif why == "an image's":
+        monkeypatch.setattr(owner, "OF_AN_IMAGE", (tmp_path / "none", tmp_path))
+    else:
+        monkeypatch.setattr(owner, "OF_THE_MACHINE", "pid:[1]")
+    before = Owner.this()._replace(process=Owner.this().process._replace(boot="an-earlier-boot"))
+    assert (before.machine, before.alive) == (None, None)
+    assert Owner.this().alive is True
+
+
 def test_runs_of_dead_processes_are_closed_by_whoever_comes_next(tmp_path: Path, monkeypatch) -> None:
     """A dead process's, by name; of another machine's those whose flow run crashed. Living ones are left alone."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    as_a_machine(monkeypatch, tmp_path)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         dead = Owner.this()._replace(process=ProcessIdentity.of(child.pid))
         child.communicate(b"\n")
@@ -370,11 +455,12 @@ def test_runs_of_dead_processes_are_closed_by_whoever_comes_next(tmp_path: Path,
     contained = dead._replace(namespace="pid:[1]")  # a container of this machine, whose processes nobody here sees
     before = contained._replace(process=dead.process._replace(boot="an-earlier-boot"))
     names = ("mine", "dead", "far", "far and crashed", "mine, silent", "no owner", "contained", "of an earlier boot")
-    runs = {name: tracker(tmp_path) for name in names}
+    runs = {name: tracker(tmp_path) for name in (*names, "of another machine of this name")}
     owners = {"dead": dead, "far": elsewhere, "far and crashed": elsewhere}
     owners |= {"contained": contained, "of an earlier boot": before}
-    for name, owner in owners.items():
-        runs[name].tag(OWNER, str(owner))
+    owners["of another machine of this name"] = before._replace(machine="another")
+    for name, owned_by in owners.items():
+        runs[name].tag(OWNER, str(owned_by))
     runs["no owner"].tag(OWNER, "?")
     for name in ("far and crashed", "mine, silent"):
         runs[name].tag(FLOW_RUN, "a-flow-run")

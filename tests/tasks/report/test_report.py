@@ -26,7 +26,7 @@ from tasks.report.charts import Series, line_chart, number, spread, thinned, tic
 from tasks.report.page import render
 from tasks.report.recorded import FRAMES, Recorded, by_prompt, read
 from tasks.report.samples import extremes
-from tasks.report.sections import HELD_OUT, cost, duration, pace, reward_charts, where_time_went
+from tasks.report.sections import HELD_OUT, cost, duration, lineage, pace, reward_charts, where_time_went
 from tasks.report.thumbnails import SAMPLE_BYTES, of_sample, thumbnail
 from tasks.run import reporting
 from tasks.run.measuring import Verdict, metrics
@@ -165,6 +165,24 @@ def test_the_environment_is_that_of_the_newest_start(history: RunHistory, record
     history.client.log_dict(history.run_id, again, "lineage/000004/environment.json")
     assert recorded.environment["python"] != again["python"]
     assert read(history, ()).environment == again
+    for nth in (2, 10):
+        last = again | {"python": f"3.11.{nth}"}
+        history.client.log_dict(history.run_id, last, f"lineage/000004-{nth}/environment.json")
+        assert read(history, ()).environment == last, nth
+
+
+def test_each_start_has_a_row_in_the_order_of_the_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    tracker = Tracker(TrackingConfig(uri=mlflow_in(tmp_path), artifacts=(tmp_path / "artifacts").as_uri()), "starts")
+    for name in ("000011", "000004-10", "000004-2", "000004", "not-a-start"):
+        tracker.tag(f"doubleflow.lineage.{name}", f"commit of {name}")
+    rows = lineage(Recorded(tracker.client.get_run(tracker.run_id), {}, {}))
+    assert [row for row in rows if row[0].startswith("start")] == [
+        ("start after iteration 4", "commit of 000004"),
+        ("start 2 after iteration 4", "commit of 000004-2"),
+        ("start 10 after iteration 4", "commit of 000004-10"),
+        ("start after iteration 11", "commit of 000011"),
+    ]
 
 
 def test_a_recent_iteration_is_one_of_the_last(recorded: Recorded) -> None:

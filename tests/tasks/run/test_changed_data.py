@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run whose data are others at its next start is refused, before anything of it starts."""
 
+import hashlib
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +11,11 @@ import pandas as pd
 import pytest
 import ray
 
+from flows.reproduce import recorded_code
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
+from tasks.records.history import RunHistory
+from tasks.records.lineage import Lineage
 from tasks.records.run_store import CHECKPOINTS, STAGES, CheckpointError, CheckpointStore, RunState
 from tasks.records.tracking import Tracker
 from tasks.run.measured_alike import (
@@ -145,8 +150,49 @@ def test_a_damaged_record_of_measurements_is_named_and_stays(tmp_path: Path, tra
 
 def test_where_the_records_of_a_first_start_came_from_stays() -> None:
     """A run that was killed before its first checkpoint begins anew, maybe from other code, and its records stay."""
-    assert [_begins_after(0, set()), _begins_after(0, {0}), _begins_after(0, {0, 1, 2})] == [0, 1, 2]
-    assert _begins_after(2, {0, 1, 2, 3}) == 2
+    assert [_begins_after(0, set()), _begins_after(0, {0}), _begins_after(0, {0, 1, 2})] == [0, 0, 2]
+    assert [_begins_after(2, {0, 1, 2, 3}), _begins_after(2, {0, 1, 2}), _begins_after(2, set())] == [3, 2, 2]
+
+
+def test_no_start_replaces_where_the_records_of_another_came_from(tmp_path: Path, tracking: TrackingConfig) -> None:
+    """Some begin from one checkpoint, and from other code each; a first one that has recorded nothing made nothing."""
+    config = TrainConfig(trainer={"default_local_dir": tmp_path, "total_training_steps": 50})
+    run_id = Tracker(tracking, "a-run").run_id
+    commit = "c" * 40
+
+    def begin(code: str, checkpoint: int, *iterations: int) -> None:
+        tracker = Tracker(tracking, "a-run", run_id)
+        start = Lineage({"mlflow.source.git.commit": commit}, code.encode(), {"code": code}, [])
+        of_the_start = config.with_changes({"trainer": {"experiment_name": code}})
+        tracker.log_start(of_the_start, {})
+        tracker.log_lineage(start, _begins_after(checkpoint, tracker.logged_steps), of_the_start)
+        for iteration in iterations:
+            tracker.log_step(iteration, {"cost/images": 16.0})
+
+    begin("unrecorded", 0)
+    begin("first", 0, 0)
+    begin("second", 0, *range(1, 11))
+    begin("third", 10, *range(11, 16))
+    begin("fourth", 10)
+    begin("fifth", 10)
+    begin("sixth", 15)
+    begin("seventh", 12, 16, 17)
+    begin("eighth", 20)
+    expected = {
+        **{"000000": "first", "000000-2": "second", "000010": "third", "000015": "fourth", "000015-2": "fifth"},
+        **{"000015-3": "sixth", "000015-4": "seventh", "000017": "eighth"},
+    }
+    history = RunHistory(Tracker(tracking, "a-run", run_id).client, run_id)
+    folders = sorted(Path(item.path).name for item in history.client.list_artifacts(run_id, "lineage"))
+    assert folders == sorted(expected)
+    for name, code in expected.items():
+        assert history.content(f"lineage/{name}/code.patch") == code.encode()
+        assert json.loads(history.content(f"lineage/{name}/environment.json")) == {"code": code}
+        assert json.loads(history.content(f"lineage/{name}/config.json"))["trainer"]["experiment_name"] == code
+        digest = hashlib.sha256(code.encode()).hexdigest()
+        assert history.run.data.tags[f"doubleflow.lineage.{name}"] == f"{commit} sha256:{digest}"
+    assert recorded_code(history) == (commit, b"first")
+    assert history.first_config()["trainer"]["experiment_name"] == "first"
 
 
 def test_a_field_that_an_older_version_had_not_is_no_other_measurement(

@@ -50,7 +50,8 @@ def test_the_stage_reads_both_normalisations_from_the_config(norm: bool, whole: 
     rewards = np.array([0.1, 0.5, 0.9, 0.2, 0.3, 0.4], np.float32)
     samples = pd.DataFrame({"uid": UIDS, "reward": rewards, "reward/ocr": rewards})
     config = DiffusionAlgoConfig(norm_adv_by_std_in_grpo=norm, global_std=whole)
-    found = advantage.fn(Stopwatch(), Scores(samples, {"ocr": 1.0}, {"ocr": 0.0}), config)
+    found, returns = advantage.fn(Stopwatch(), Scores(samples, {"ocr": 1.0}, {"ocr": 0.0}), config)
+    assert np.array_equal(found, returns)
     deviation = rewards - np.repeat([0.5, 0.3], 3)
     spread = rewards.std(ddof=1) if whole else np.repeat([0.4, 0.1], 3)
     assert found == pytest.approx(deviation / spread if norm else deviation, abs=2e-3)
@@ -61,9 +62,10 @@ def test_the_stage_reads_the_mode_and_the_estimators_own_options() -> None:
     rewards = np.array([0.1, 0.5, 0.9, 0.2, 0.3, 0.4], np.float32)
     samples = pd.DataFrame({"uid": UIDS, "reward": rewards, "reward/ocr": rewards})
     config = DiffusionAlgoConfig(adv_mode="positive_only", adv_options={"epsilon": 0.5})
-    found = advantage.fn(Stopwatch(), Scores(samples, {"ocr": 1.0}, {"ocr": 0.0}), config)
+    found, returns = advantage.fn(Stopwatch(), Scores(samples, {"ocr": 1.0}, {"ocr": 0.0}), config)
     expected = (rewards - np.repeat([0.5, 0.3], 3)) / (rewards.std(ddof=1) + 0.5)
     assert found == pytest.approx(np.maximum(expected, 0), abs=1e-6)
+    assert returns == pytest.approx(expected, abs=1e-6)
 
 
 MODES = {
