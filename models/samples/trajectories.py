@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What passes between rollout and update."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, Self
@@ -69,15 +69,17 @@ class PromptTable(PickledAsBytes):
     def to(self, device: torch.device | str, waiting: bool = True) -> "PromptTable":
         """The same table on another device; without `waiting` the CPU goes on before a GPU has come to it."""
         copy = Tensor.to if waiting else copy_without_waiting
-        present = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
-        moved = {name: copy(tensor, device) for name, tensor in present.items()}
-        return replace(self, **moved, extras={name: copy(tensor, device) for name, tensor in self.extras.items()})
+        return self._changed(lambda tensor: copy(tensor, device))
 
     def zeroed(self) -> "PromptTable":
         """A table like this one, of which each embedding is 0."""
-        own = {"prompt_embeds": self.prompt_embeds, "prompt_embeds_mask": self.prompt_embeds_mask}
-        tensors = {**own, **self.extras, **self._negatives()}
-        return PromptTable.of({n: torch.zeros_like(t) if t.is_floating_point() else t for n, t in tensors.items()})
+        return self._changed(lambda tensor: torch.zeros_like(tensor) if tensor.is_floating_point() else tensor)
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> "PromptTable":
+        """A table of what `change` makes of each tensor."""
+        present = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
+        own, extras = ({name: change(tensor) for name, tensor in of.items()} for of in (present, self.extras))
+        return replace(self, **own, extras=extras)
 
     @staticmethod
     def join(tables: Sequence["PromptTable"]) -> "PromptTable":

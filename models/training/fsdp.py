@@ -368,6 +368,12 @@ class DiffusersFSDPEngine(PolicyForward):
         return self.actor_config.fsdp_config.param_dtype or self.model_config.model.dtype
 
     @property
+    def _widens(self) -> bool:
+        """Does it compute in a wider format than the rollout? Then FSDP casts what the adapter gives, which has the
+        rollout's rounding; else the adapter alone casts, see `input_config`."""
+        return self._policy_format == "float32" != self.model_config.model.dtype
+
+    @property
     def _keeps_frozen_whole(self) -> bool:
         """Are LoRA's weights all that the ranks share?"""
         actor, config = self.actor_config, self.model_config
@@ -385,8 +391,7 @@ class DiffusersFSDPEngine(PolicyForward):
         policy = MixedPrecisionPolicy(
             param_dtype=getattr(torch, policy_format),
             reduce_dtype=getattr(torch, settings.reduce_dtype),
-            # The adapter casts, see `input_config`; to a wider format it is done here, after the rollout's rounding.
-            cast_forward_inputs=policy_format == "float32" != own,
+            cast_forward_inputs=self._widens,
         )
         # Weights that diffusers keeps in fp32 in a bf16 model stay so, whole on every rank: they are few, and rounded
         # here they would make another model than the rollout's. FSDP computes with one format a block.

@@ -104,7 +104,7 @@ class VeOmniEngine(DiffusersFSDPEngine):
             enable=True,
             param_dtype=self._policy_format,
             reduce_dtype=settings.reduce_dtype,
-            cast_forward_inputs=self._policy_format == "float32" != own,
+            cast_forward_inputs=self._widens,
         )
         buffers = dict(module.named_buffers())
         weights = _without_values(module)
