@@ -34,10 +34,10 @@ from torch import nn
 from benchmarks.local_services import wait_until
 from flows.lora_for_server import convert
 from models.config.algo import DiffusionRolloutAlgoConfig
-from models.config.model import ModelConfig
+from models.config.model import LORA_FILE, ModelConfig
 from models.config.pipeline import DiffusionPipelineConfig
 from models.families.base import DiffusionModelBase, DiffusionModelConfig, read_architecture
-from models.weights.trainable import LORA_FILE, meta_module, save_lora, trainable
+from models.weights.trainable import meta_module, save_lora, trainable
 from tasks.system.ports import free_port
 
 GUIDANCE = {

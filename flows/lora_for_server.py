@@ -7,14 +7,14 @@ from typing import Annotated
 import typer
 
 from models.config.algo import DiffusionRolloutAlgoConfig
-from models.config.model import ModelConfig
+from models.config.model import LORA_FILE, ModelConfig
 from models.config.pipeline import DiffusionPipelineConfig
 from models.families import load_families
 from models.families.base import DiffusionModelBase, DiffusionModelConfig, read_architecture
 from models.rollout.vllm_omni import families  # noqa: F401  registers the project's own pipelines
 from models.rollout.vllm_omni.lora_names import write_peft_folder
 from models.rollout.vllm_omni.registry import VllmOmniPipelineBase
-from models.weights.trainable import LORA_FILE, check_lora_fits, with_lora_of
+from models.weights.trainable import check_lora_fits, with_lora_of
 from tasks.cli.terminal import Debug, in_a_sentence, run_command
 from tasks.config.errors import ConfigError
 from tasks.run.early import as_config_errors, check_folder

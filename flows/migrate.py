@@ -27,11 +27,10 @@ def migrate(
     with in_a_sentence(debug):
         if out is not None and len(scripts) > 1:
             raise ConfigError(f"--out is {out}, but {len(scripts)} scripts are given: give one, or leave --out away")
-        made = {script: _translated(script) for script in scripts}
-        if len(made) == 1:
-            _show(*made.popitem(), out)
+        if len(set(scripts)) == 1:
+            _show(scripts[0], _translated(scripts[0]), out)
         else:
-            _count(made)
+            _count(scripts)
 
 
 def _translated(script: Path) -> Translation:
@@ -81,16 +80,30 @@ def _show(script: Path, made: Translation, out: Path | None) -> None:
         raise ConfigError(f"the recipe is not valid yet: {made.problem}")
 
 
-def _count(made: dict[Path, Translation]) -> None:
+def _count(scripts: list[Path]) -> None:
+    """Of each script how many of its overrides became what; one that cannot be read is an error behind the others."""
     typer.echo(f"overrides {' '.join(f'{kind:>9}' for kind in KINDS)}  valid  script")
-    for script, one in made.items():
-        counts = " ".join(f"{one.count(kind):9}" for kind in KINDS)
-        typer.echo(f"{len(one.lines):9} {counts}  {'no' if one.problem else 'yes':5}  {script}")
+    made, unread = dict[Path, Translation](), dict[Path, ConfigError]()
+    for script in dict.fromkeys(scripts):
+        try:
+            made[script] = _translated(script)
+            typer.echo(f"{_counted(made[script])}  {script}")
+        except ConfigError as error:
+            unread[script] = error
+            typer.echo(f"{' '.join(['        -'] * (len(KINDS) + 1))}  {'-':5}  {script}")
     lines = [line for one in made.values() for line in one.lines]
     known = sum(line.kind in ("taken", "renamed", "explained") for line in lines)
     valid = sum(one.problem is None for one in made.values())
     typer.echo(f"{known} of {len(lines)} overrides taken, renamed or explained")
     typer.echo(f"{valid} of {len(made)} recipes valid as they are")
+    if unread:
+        reasons = "; ".join(map(str, unread.values()))
+        raise ConfigError(f"{len(unread)} of {len(made) + len(unread)} scripts are not counted: {reasons}")
+
+
+def _counted(made: Translation) -> str:
+    counts = " ".join(f"{made.count(kind):9}" for kind in KINDS)
+    return f"{len(made.lines):9} {counts}  {'no' if made.problem else 'yes':5}"
 
 
 if __name__ == "__main__":

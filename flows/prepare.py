@@ -20,7 +20,6 @@ from tasks.config.named_values import named_values
 from tasks.config.params import (
     BASE_MODEL,
     BASE_MODEL_METRICS,
-    EMBEDDINGS,
     PAIRS,
     PREFERENCES,
     PROMPTS,
@@ -33,7 +32,7 @@ from tasks.data.base_model import score_base_model, train_base_model
 from tasks.data.digests import IMAGE_SIDE, TEXT_SIDE, parts_digest
 from tasks.data.embeddings import write_embeddings
 from tasks.data.pairs import common_size, read_pictures, write_pairs
-from tasks.data.preferences import sampled_preferences
+from tasks.data.preferences import check_encoded, sampled_preferences
 from tasks.data.prompt_files import NEGATIVE_UID
 from tasks.data.prompts import Prompt, build_prompt_table, load_prompts
 from tasks.data.text_encoding import TextEncoding, adapter_of, check_adapter_file
@@ -138,51 +137,61 @@ def embeddings(
 
 
 Model = Annotated[Path, typer.Option("--model", help="Folder in diffusers format.")]
+Table = Annotated[Path | None, typer.Option("--prompts", help="Prompt table whose train prompts are sampled.")]
 Device = Annotated[str, typer.Option("--device", help="Where the model computes: cpu or cuda.")]
 Options = Annotated[list[str] | None, typer.Option("--option", help="name=value of the reward; may be repeated.")]
 
 
 @app.command()
-def preferences(
-    model: Model = BASE_MODEL,
-    embeddings: Annotated[Path, typer.Option(help="Folder of the embeddings by this model's encoders.")] = EMBEDDINGS,
-    out: Annotated[Path, typer.Option(help="Table to write.")] = PREFERENCES,
+def preferences(  # noqa: PLR0913 (an argument for each of the command's)
+    data_set: DataSet = DIGITS,
+    model: Annotated[Path | None, typer.Option(help="Folder in diffusers format.")] = None,
+    embeddings: Annotated[Path | None, typer.Option(help="Folder of those by this model's encoders.")] = None,
+    table: Table = None,
+    out: Annotated[Path | None, typer.Option(help="Table to write.")] = None,
     reward: Annotated[str | None, typer.Option(help="In place of the one in params.yaml.")] = None,
     option: Options = None,
     changes: Changes = None,
     dtype: Annotated[str, typer.Option(help="Number format of the model.")] = "float32",
     device: Device = "cpu",
 ) -> None:
-    """Sample a model on the train prompts, and write each one's best and worst picture.
+    """Sample a model on a data set's train prompts, and write each one's best and worst picture.
 
-    --set takes fields of rollout.pipeline.
+    An option goes in place of what params.yaml says of the data set; --set takes fields of rollout.pipeline.
     """
-    params = load_params(PARAMS).preferences
+    stages = load_params(PARAMS)
+    params, entry = stages.preferences, stages.data_set(data_set)
+    encoded_by = _encoding_command(data_set, model, table, embeddings)
+    model, embeddings = model or Path(entry.embeddings.model), embeddings or entry.embedded
+    table, out = table or entry.table, out or entry.table.with_name(PREFERENCES.name)
     _require_model(model)
     _require_device(device)
     check_folder(out.parent, "the folder of --out")
     if out.is_dir():
         raise PrepareError(f"--out is {out}, which is a folder: give a file, such as {PREFERENCES}")
     sampling = {"height": params.height, "width": params.width, "num_inference_steps": params.steps}
+    sampling |= _named_values(changes, "--set")
     name = reward or params.reward
-    table = sampled_preferences(
+    judge, chosen = get_reward(name, **_named_values(option, "--option")), load_prompts(table, "train")
+    check_encoded(embeddings, chosen, encoded_by)
+    sampled = sampled_preferences(
         model,
         embeddings,
-        load_prompts(PROMPTS, "train"),
-        reward=get_reward(name, **_named_values(option, "--option")),
+        chosen,
+        reward=judge,
         settings=params,
-        pipeline=sampling | _named_values(changes, "--set"),
+        pipeline=sampling,
         dtype=dtype,
         device=device,
     )
-    if table.empty:
+    if sampled.empty:
         raise PrepareError(
-            f"no train prompt of {PROMPTS} has two pictures that {name} scores differently; set more "
+            f"no train prompt of {table} has two pictures that {name} scores differently; set more "
             "preferences.images_per_prompt or another preferences.reward"
         )
     with put_in_place(out) as path:
-        table.to_parquet(path, index=False, write_page_checksum=True)
-    typer.echo(f"{out}: {len(table) // 2} pairs")
+        sampled.to_parquet(path, index=False, write_page_checksum=True)
+    typer.echo(f"{out}: {len(sampled) // 2} pairs")
 
 
 @app.command()
@@ -215,6 +224,13 @@ def pairs(
         where=str(table),
     )
     typer.echo(f"{out}: {len(pictures)} pairs")
+
+
+def _encoding_command(data_set: str, model: Path | None, table: Path | None, out: Path | None) -> str:
+    """What makes the embeddings of a data set, of which something else may be given than params.yaml says."""
+    given = {"--model": model, "--prompts": table, "--out": out}
+    options = "".join(f" {option} {path}" for option, path in given.items() if path is not None)
+    return f"python -m flows.prepare embeddings {data_set}{options}" if options else f"dvc repro embeddings@{data_set}"
 
 
 def _named_values(settings: list[str] | None, flag: str) -> dict[str, Any]:

@@ -175,8 +175,10 @@ def _with_note(note: str, of: Errors = BaseException) -> Iterator[None]:
 
 @app.command()
 def status() -> None:
-    """Which of the processes are alive; exit code 1 if one is not."""
+    """Which of the processes are alive; exit code 1 if one is not, or none was started."""
     recorded = recorded_processes()
+    if not recorded:
+        typer.echo("nothing was started here: `python -m flows.services up` does")
     for name, process in recorded.items():
         state = "up" if process.alive else f"gone, see {HERE / f'{name}.log'}"
         typer.echo(f"{name:10} pid {process.pid:<8} {state}")

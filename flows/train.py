@@ -200,7 +200,8 @@ def update_and_save(run: TrainingRun, iteration: Iteration, clock: Stopwatch) ->
     """
     correction, settings = run.config.algorithm.rollout_correction, run.config.trainer
     batches, advantages = iteration.batches, iteration.advantages
-    if not run.has_updated:
+    is_first = not run.start.is_told
+    if is_first:
         run.start.mark("samples and scores" if run.is_online else "pairs")
     with run.online.rollout.asleep(clock, with_policy=False) if run.is_online else nullcontext():
         old = None
@@ -209,12 +210,13 @@ def update_and_save(run: TrainingRun, iteration: Iteration, clock: Stopwatch) ->
             iteration.old = None  # the record, which may be written for longer, needs none of it
         with profiled(run.actor_groups(), "trainer", settings.profile, iteration.number, run.tracker, clock):
             run.take_update(iteration.number, update(clock, run.trainer, batches, advantages, old))
+    if is_first:
+        run.start.mark("update")
+        say(run.start.told())
+        iteration.metrics |= {"perf/start_s": run.start.seconds}
     if not run.has_updated:
         # An update whose first step was left out, or that made none, says nothing of it: the next one is looked at.
         run.has_updated = not (run.learned.get("actor/nonfinite_steps") or run.learned["actor/update_skipped"])
-        run.start.mark("update")
-        say(run.start.told())
-        iteration.metrics |= {"perf/start_s": run.start.seconds} if run.has_updated else {}
         warning = check_first_ratio(run.config, run.learned, iteration.metrics.get("rollout/policy_lag", 0.0))
         if warning:
             page_logger().warning(warning)

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from models.config.model import TRANSFORMER
+
 if TYPE_CHECKING:
     from models.config.algo import DiffusionRolloutAlgoConfig
     from models.config.model import ModelConfig
     from models.config.pipeline import DiffusionPipelineConfig
-
-TRANSFORMER = "transformer"
-"""Folder of the denoiser in diffusers format."""
 
 
 @dataclass(frozen=True)

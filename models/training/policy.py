@@ -27,6 +27,7 @@ from models.algorithms.losses import (
     check_result,
     velocity_distance,
 )
+from models.config.model import LORA_FILE
 from models.families.base import UNCONDITIONAL, DiffusionModelBase, DiffusionModelConfig
 from models.registry import WrongAnswer
 from models.schedulers import FlowMatchSDEDiscreteScheduler
@@ -34,7 +35,7 @@ from models.training.engine import FIRST_RATIO
 from models.training.micro_batches import COUNTED
 from models.training.noised import add_noise
 from models.training.weight_copies import WeightCopy
-from models.weights.trainable import LORA_FILE, trainable
+from models.weights.trainable import trainable
 
 if TYPE_CHECKING:
     from models.config.actor import DiffusionActorConfig

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The proof after a weight sync: equal weights on both sides, and from a fixed input one velocity."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -151,9 +152,10 @@ def _timesteps(adapter: type[DiffusionModelBase], model_config: DiffusionModelCo
 
 def relative_difference(one: Tensor, other: Tensor) -> float:
     """|other - one| / |one| of velocities [S, n, ...], at the timestep where it is largest; not finite where one of
-    them is not."""
+    them is not, and 0 where both are 0, as those of a network whose last layer is new."""
     rows, others = one.reshape(len(one), -1), other.reshape(len(one), -1)
-    return ((others - rows).norm(dim=1) / rows.norm(dim=1)).max().item()
+    apart = (others - rows).norm(dim=1)
+    return torch.where(apart == 0, 0.0, apart / rows.norm(dim=1)).max().item()
 
 
 def check_canary(trainer: Tensor, rollout: Tensor, version: int, tolerance: float) -> float:
@@ -168,7 +170,13 @@ def check_canary(trainer: Tensor, rollout: Tensor, version: int, tolerance: floa
         WeightSyncError: they differ by more, or are not finite.
     """
     difference = relative_difference(trainer, rollout)
-    if not difference <= tolerance:  # also catches NaN
+    if math.isnan(difference):
+        whose = "trainer's" if not trainer.isfinite().all() else "rollout actor's"
+        raise WeightSyncError(
+            f"after the weight sync of policy version {version} the {whose} velocity is not finite: look at the update "
+            "before it, or at the weights that the run began with"
+        )
+    if not difference <= tolerance:
         raise WeightSyncError(
             f"after the weight sync of policy version {version} a rollout actor's velocity differs from the "
             f"trainer's by {difference:.3g} (relative), allowed {tolerance:.3g}: it would sample another policy"

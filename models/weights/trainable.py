@@ -4,6 +4,7 @@
 import json
 import re
 import shutil
+import stat
 from collections.abc import Callable, Mapping, Set, Sized
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from models.config.view import TRANSFORMER
+from models.config.model import LORA_FILE, TRANSFORMER, holds_weights
 from models.errors import DoubleflowError
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.families.latents import filled_config, transformer_config
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 ABSENT = object()
 """Of a config that lacks a field, which null would not tell from one that has it."""
 ADAPTER_NAME = "default"
-LORA_FILE = "pytorch_lora_weights.safetensors"
 LORA_INIT_SEED = 20250505
 LORA_SETTINGS = {"r": "lora_rank", "lora_alpha": "lora_alpha", "target_modules": "target_modules"}
 """What a LoRA was trained with: peft's name, as an export has it -> the model's setting."""
@@ -172,6 +172,7 @@ def export_weights(
         save_lora(module, model_config, folder)
         return
     shutil.copytree(model_config.path, folder, ignore=_beside_the_pipeline(Path(model_config.path)))
+    _let_owner_write(folder)
     module.save_pretrained(folder / TRANSFORMER)
 
 
@@ -187,6 +188,15 @@ def save_lora(module: Any, model_config: DiffusionModelConfig, folder: Path) -> 
         transformer_lora_layers={name: tensor.contiguous() for name, tensor in lora.items()},
         transformer_lora_adapter_metadata=module.peft_config[ADAPTER_NAME].to_dict(),
     )
+
+
+def _let_owner_write(folder: Path) -> None:
+    """Into a folder that `copytree` made, and those in it: it copies the modes too, and a base model's may be
+    read-only."""
+    folder.chmod(folder.stat().st_mode | stat.S_IRWXU)
+    for inner in folder.iterdir():
+        if inner.is_dir():
+            _let_owner_write(inner)
 
 
 def _beside_the_pipeline(base: Path) -> Callable[[str, list[str]], set[str]]:
@@ -257,7 +267,7 @@ def check_exported(
     """
     model = model_config.model
     lora, full = (folder / LORA_FILE).is_file(), (folder / TRANSFORMER / "config.json").is_file()
-    if not (lora or full):
+    if not holds_weights(folder):
         raise ValueError(
             f"{given}, which holds neither {LORA_FILE} nor transformer/: give the folder that a run exported, "
             "runs/<run name>/weights"

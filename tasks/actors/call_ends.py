@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the processes of an actor ended that is started again: Ray says of one that hung and of one that died the same.
 
-Each process notes beside its log which call it begins; the next one reads there, and in the log, how it ended.
+Each process notes beside its log in which call it is; the next one reads there, and in the log, how it ended.
 """
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +22,7 @@ LINE_CHARACTERS = 200
 
 
 class CallEnd(NamedTuple):
-    """How a process ended that had begun a call.
+    """How a process ended in a call.
 
     Attributes:
         hung: did faulthandler end it, since the call took too long? Else it died otherwise.
@@ -31,17 +33,36 @@ class CallEnd(NamedTuple):
     said: str
 
 
-def note_call() -> None:
-    """The present call begins in this process; nothing where that is no worker of Ray with a log that /proc tells."""
+@contextmanager
+def noted_call() -> Iterator[None]:
+    """The present call runs within; the note stays where this process ends in it, and goes where the call returns or
+    raises. Nothing is noted in a process that is no worker of Ray with a log that /proc tells."""
     log, notes = _log(), _notes()
-    if log is not None and notes is not None:
-        with notes.open("a") as file:
-            file.write(f"{ray.get_runtime_context().get_task_id()} {log.name}\n")
+    if log is None or notes is None:
+        yield
+        return
+    note = f"{ray.get_runtime_context().get_task_id()} {log.name}\n"
+    with notes.open("a") as file:
+        file.write(note)
+    try:
+        yield
+    except Exception:  # and not SystemExit, with which Ray ends a process that is sent SIGTERM
+        _take_back(notes, note.encode())
+        raise
+    _take_back(notes, note.encode())
+
+
+def _take_back(notes: Path, note: bytes) -> None:
+    """Cut the last note off, if it is this one: there is one for each process that ended in a call, and no more."""
+    with suppress(FileNotFoundError), notes.open("r+b") as file:
+        before = max(0, os.fstat(file.fileno()).st_size - len(note))
+        file.seek(before)
+        if file.read() == note:
+            file.truncate(before)
 
 
 def how_calls_ended(task: str) -> list[CallEnd]:
-    """How the processes ended on this machine that had begun this call of the present actor, in their order; one that
-    began it several times, as it raised before, ended once.
+    """How the processes ended on this machine that ended in this call of the present actor, in their order.
 
     Args:
         task: Ray's id of the call, in hex.
@@ -53,12 +74,11 @@ def how_calls_ended(task: str) -> list[CallEnd]:
     if own is None or notes is None or not notes.exists():
         return []
     begun = [line.split(" ", 1) for line in notes.read_text().splitlines()]
-    logs = dict.fromkeys(log for asked, log in begun if asked == task and log != own.name)
-    return [_end(notes.parent / log) for log in logs]
+    return [_end(notes.parent / log) for asked, log in begun if asked == task and log != own.name]
 
 
 def has_lost_a_process() -> bool:
-    """Has one ended that had begun the present call? False where nothing is known, as outside of Ray's workers."""
+    """Has one ended in the present call? False where nothing is known, as outside of Ray's workers."""
     return _log() is not None and bool(how_calls_ended(ray.get_runtime_context().get_task_id() or ""))
 
 

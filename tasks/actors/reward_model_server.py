@@ -156,6 +156,7 @@ class RewardModelServer:
             RewardModelError: it refuses to wake up, or was ended with the run.
         """
         with self._lock:
+            self._log.trim()  # here: every call of a reward asks for the connection
             if self._failure is not None:
                 raise GivenUp(self._failure)
             if doubted is not None and self._process is not None and doubted.url == self._url:

@@ -13,10 +13,11 @@ import ray
 from ray.exceptions import RayTaskError
 
 from models.errors import DoubleflowError
-from tasks.actors.call_ends import CallEnd, has_lost_a_process, how_calls_ended, note_call
+from tasks.actors.call_ends import CallEnd, has_lost_a_process, how_calls_ended, noted_call
 from tasks.actors.loading import limited_again
 from tasks.config.reward import RewardFunctionConfig
 from tasks.rewards import Reward, RewardError, RewardResult, ScoredPrompt, get_reward
+from tasks.rewards.chat import asked_within
 from tasks.rewards.served import ServedModel
 from tasks.system.collector import collects_once_loaded
 
@@ -75,6 +76,7 @@ class RewardWorker:
         with limited_again(self._load_seconds):
             return get_reward(self.name, **self.config.options)
 
+    @noted_call()
     def version(self) -> str:
         """The reward's version, once its models are loaded.
 
@@ -82,7 +84,6 @@ class RewardWorker:
             DoubleflowError: what the reward, or the server of the model that it asks, says.
             RewardRaised: any other error of loading.
         """
-        note_call()
         try:
             self.reward = self._current_reward()
         except DoubleflowError:
@@ -91,6 +92,7 @@ class RewardWorker:
             raise RewardRaised(said(error)) from error
         return str(self.reward.version)
 
+    @noted_call()
     def score(self, first: int, prompts: Sequence[ScoredPrompt], *shards: np.ndarray) -> RewardResult | RewardError:
         """Score len(prompts) samples, from the `first` of these rollout batches on.
 
@@ -107,7 +109,6 @@ class RewardWorker:
         Raises:
             RewardRaised: any other error, after which Ray asks again.
         """
-        note_call()
         count = len(shards) // 2
         batch, finite = (_joined(parts)[first : first + len(prompts)] for parts in (shards[:count], shards[count:]))
         if finite.all():
@@ -120,7 +121,7 @@ class RewardWorker:
         return found if isinstance(found, RewardError) else filled_in(nothing, there, found)
 
     def ends(self, task: str) -> list[CallEnd]:
-        """How the processes ended that had begun this call, a try each, see `how_calls_ended`."""
+        """How the processes ended that ended in this call, a try each, see `how_calls_ended`."""
         return how_calls_ended(task)
 
     def _scored(self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult | RewardError:
@@ -175,12 +176,14 @@ class RewardWorker:
             return RewardResult(nothing, {"error": [reason] * len(prompts)}, seconds, raised=(together,))
 
     def _timed(self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
-        """The scores and their seconds; a process of which it takes longer than `timeout_s` ends."""
+        """The scores and their seconds; a process of which it takes longer than `timeout_s` ends. A judge is asked for
+        less than that, so that the scores of what it has answered are not lost."""
         begun = time.perf_counter()
         # Its own thread ends the process also where Python code cannot: Ray starts another and repeats the call.
         faulthandler.dump_traceback_later(self.config.timeout_s, exit=True, file=STANDARD_ERROR)
         try:
-            result = self.reward(self._asked_about(batch), prompts)
+            with asked_within(self.config.timeout_s):
+                result = self.reward(self._asked_about(batch), prompts)
         finally:
             faulthandler.cancel_dump_traceback_later()
         return replace(result, seconds=time.perf_counter() - begun)

@@ -44,21 +44,39 @@ def _stage_of(_request: RolloutRequest, pipeline: DiffusionPipelineConfig | None
 
 
 class RolloutWorker:
-    """One rollout worker: an engine and its weights."""
+    """One rollout worker: an engine and its weights.
 
-    @measures_gpu_memory("load")
-    @collects_once_loaded
+    One that Ray starts again loads its model when it is needed, if it sleeps while the trainer has the GPU: it may be
+    started in the middle of an update, beside which the model does not fit.
+    """
+
     def __init__(self, model_config: DiffusionModelConfig, settings: DiffusionRolloutConfig, device: str):
         torch.set_num_threads(settings.num_threads)
-        self.engine = _engine(model_config, settings, device)
+        self._engine: RolloutEngine | None = None
+        self._made_of, self._making = (model_config, settings, device), threading.Lock()
         self.held, self.loaded, self.device = 0, Loaded(Agreement(0.0), {}), device
         self.given = DigestBook(device=device)
         self.courier = Courier(device)
         self.arrival: Arrival | None = None
         self._loading, self._sampled_until = threading.Lock(), 0.0
+        if not (settings.sleeps and _is_started_again()):
+            self.engine  # noqa: B018  # it loads
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """Loaded, if it was not yet."""
+        with self._making:
+            if self._engine is None:
+                self._engine = self._loaded_engine()
+        return self._engine
+
+    @measures_gpu_memory("load")
+    @collects_once_loaded
+    def _loaded_engine(self) -> RolloutEngine:
+        return _engine(*self._made_of)
 
     def ready(self) -> bool:
-        """Is the model loaded? Answers once it is."""
+        """Answers once its process is there, with the model unless it waits to be woken."""
         return True
 
     @measures_gpu_memory(_stage_of)
@@ -160,11 +178,23 @@ class RolloutWorker:
         """Give up the GPU's memory until `wake`; without the policy's weights they have to be given again."""
         if not with_policy:
             self.held = 0
-        self.engine.sleep(with_policy)
+        if self._engine is not None:
+            self._engine.sleep(with_policy)
 
     def wake(self) -> None:
         """Be ready for new weights and samples."""
-        self.engine.wake()
+        if self._engine is None:
+            self.engine  # noqa: B018  # it loads, and is awake
+        else:
+            self._engine.wake()
+
+
+def _is_started_again() -> bool:
+    """Is this an actor's process, and not its first?"""
+    if not ray.is_initialized():
+        return False
+    context = ray.get_runtime_context()
+    return context.get_actor_id() is not None and context.was_current_actor_reconstructed
 
 
 def copied_by(holder: HeldByTrainer) -> list[HostBucket]:

@@ -29,7 +29,7 @@ from tasks.config.recipes import (
 from tasks.config.sweep import SweepConfig, check_fields, with_search
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig, TrainOverrides
-from tasks.run.early import check_early, check_folder, check_tracking
+from tasks.run.early import check_early, check_folder, check_holds_weights, check_tracking
 
 QUICKSTART = "quickstart"
 Recipe = Annotated[
@@ -48,7 +48,7 @@ Machine = Annotated[
     list[Path] | None,
     typer.Option(
         "--overrides",
-        help="Changes in a file, as a deployment takes them; of several a later one goes first, and --set before all.",
+        help="Changes in a file, as a deployment takes them; a later file overrides an earlier one, --set all files.",
     ),
 ]
 Run = Annotated[str, typer.Argument(help="A run's name, its folder, or its MLflow run id.")]
@@ -119,6 +119,8 @@ def validate(
         chosen, changed = _chosen(recipe, config, changes, overrides, trains=False)
         if weights is not None and not weights.is_dir():
             raise ConfigError(f"--weights is {weights}, which is not a folder: give one that a run exported")
+        if weights is not None:
+            check_holds_weights(weights, "--weights")
 
         for name, value in sorted(run_flow(flow_of("validate"), debug, chosen, weights, changed).items()):
             typer.echo(f"{name:32} {value:.4f}")

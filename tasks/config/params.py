@@ -34,7 +34,6 @@ RAW = "data/raw/"
 PROMPTS = Path("data/prompts.parquet")
 BASE_MODEL = Path("data/base_model")
 BASE_MODEL_METRICS = Path("data/base_model_metrics.json")
-EMBEDDINGS = Path("data/embeddings")
 PREFERENCES = Path("data/preferences.parquet")
 PAIRS = Path("data/pairs")
 WORDS_PROMPTS = Path("data/words/prompts.parquet")

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from models.samples.trajectories import PromptTable
 from tasks.data.digests import check_listed, file_digests, read_index, validated, write_index
 from tasks.data.prompt_files import NEGATIVE_UID, DatasetError
-from tasks.data.prompts import _EMBEDDINGS_INDEX, EmbeddingsIndex, Prompt
+from tasks.data.prompts import _EMBEDDINGS_INDEX, EmbeddingsIndex, Prompt, prompt_uid
 from tasks.data.shard_files import ShardFiles
 from tasks.system.files import put_in_place
 
@@ -97,7 +97,7 @@ class PromptEmbeddings(Embeddings):
         self.dim, self.max_sequence_length = index.dim, index.max_sequence_length
         self.extras = tuple(index.extras)
         self.sha256, self._shards, self._negatives = index.sha256, index.shards, index.negatives
-        self.negative_prompt = index.negative_prompt
+        self.negative_prompt, self._text_digests = index.negative_prompt, index.text_digests
         self._files = ShardFiles(folder, index.shards.values(), index.sha256)
 
     @classmethod
@@ -113,6 +113,14 @@ class PromptEmbeddings(Embeddings):
 
     def __contains__(self, uid: str) -> bool:
         return uid in self._shards
+
+    def has_text_of(self, prompt: Prompt) -> bool | None:
+        """Was it this prompt's text that was encoded under its uid? None where the index, of an older version, does not
+        say so of uids that users give."""
+        text = prompt_uid(prompt.prompt)
+        if self._text_digests is None:
+            return True if prompt.uid == text else None
+        return self._text_digests.get(prompt.uid, prompt.uid) == text
 
     def has_negative_of(self, prompt: Prompt) -> bool:
         """Was this prompt encoded with the negative prompt that its row names, or with that of all where it names none?
@@ -174,7 +182,8 @@ def write_embeddings(
 ) -> None:
     """Encode the prompts and the negative prompts into shards of `shard_size` prompts and an index in `out_dir`.
 
-    `negative_prompt` is that of all prompts that have none of their own.
+    `negative_prompt` is that of all prompts that have none of their own. A uid that is not its text's has the text's
+    beside it in the index, so that another text under the same uid is known as one that is not encoded.
 
     `encode` takes up to `batch_size` texts and returns what a model adapter's `encode_prompts` does, to which it gave
     `max_sequence_length`. `model` and `model_digest` say which text encoder it was. `out_dir` appears whole or not at
@@ -204,6 +213,8 @@ def write_embeddings(
         }
         if negatives:
             index["negatives"] = negatives
+        if given := {prompt.uid: text for prompt in prompts if (text := prompt_uid(prompt.prompt)) != prompt.uid}:
+            index["text_digests"] = given
         write_index(folder / INDEX, index)
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Preference pairs of a model's own: sample it, score the pictures, keep each prompt's best and worst."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from tasks.data.pairs import best_and_worst
 from tasks.data.prompt_files import DatasetError
 from tasks.data.prompts import Prompt
 from tasks.rewards import Reward
+
+log = logging.getLogger(__name__)
 
 
 def sampled_preferences(
@@ -90,3 +93,25 @@ def sampled_preferences(
     if sound < drawn:
         tqdm.write(f"{drawn - sound} of {drawn} pictures are not finite and in no pair")
     return pd.concat(tables, ignore_index=True)
+
+
+def check_encoded(embeddings: Path, prompts: Sequence[Prompt], encoded_by: str) -> None:
+    """There are embeddings of all prompts, and of these texts of theirs.
+
+    Args:
+        embeddings: folder of the `embeddings` stage.
+        encoded_by: the command that makes those of these prompts.
+
+    Raises:
+        DatasetError: of some there are none; the message has the command.
+    """
+    store = PromptEmbeddings.open(embeddings)
+    same = [prompt.uid in store and store.has_text_of(prompt) for prompt in prompts]
+    missing = [prompt for prompt, known in zip(prompts, same, strict=True) if known is False]
+    if missing:
+        raise DatasetError(
+            f"{embeddings} lacks the embedding of {missing[0].prompt[:60]!r} ({len(missing)} in all): `{encoded_by}` "
+            "makes them, where the data set's embeddings.splits in params.yaml has train"
+        )
+    if None in same:
+        log.warning("%s does not say of which texts it is; `%s` makes it anew", embeddings, encoded_by)

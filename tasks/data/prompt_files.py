@@ -9,6 +9,8 @@ import json
 import math
 import re
 import unicodedata
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -57,32 +59,56 @@ class PromptRow:
     fields: dict[str, Any]
 
 
-def raw_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of one raw file as they stand there. Raises DatasetError naming the file and, of text, the line."""
-    readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": read_parquet}
-    if path.suffix not in readers:
-        raise DatasetError(f"{path} must end in one of {', '.join(readers)}")
+def raw_rows(path: Path, columns: Collection[str] | None = None) -> list[dict[str, Any]]:
+    """The rows of one raw file as they stand there; of a parquet file `columns` alone are read, where they are given.
+
+    Raises DatasetError naming the file and, of text, the line.
+    """
+    of_text = {".txt": _read_txt, ".jsonl": _read_jsonl}
+    if path.suffix not in (*of_text, ".parquet"):
+        raise DatasetError(f"{path} must end in one of {', '.join((*of_text, '.parquet'))}")
     if not path.is_file():
         raise DatasetError(f"{path} is missing; prompts.files in params.yaml must list existing files")
-    return readers[path.suffix](path)
+    return of_text[path.suffix](path) if path.suffix in of_text else read_parquet(path, columns)
 
 
-def read_parquet(path: Path) -> list[dict[str, Any]]:
-    """The rows of a parquet file as plain Python values.
+def read_parquet(path: Path, columns: Collection[str] | None = None) -> list[dict[str, Any]]:
+    """The rows of a parquet file as plain Python values; with `columns` no other one is read.
 
     Pages that have a checksum are compared with it. pandas' row labels are left out. Raises DatasetError when the file
-    is none, is damaged, holds what Python has no value for, or names a column twice.
+    is none, is damaged, holds what Python has no value for, lacks a column, or names one twice.
     """
-    try:
-        table = pq.read_table(path, partitioning=None, page_checksum_verification=True)
+    with _readable(path):
+        names = pq.read_schema(path).names
+    check_columns(columns, names, str(path))
+    with _readable(path):
+        wanted = None if columns is None else [*columns]
+        table = pq.read_table(path, columns=wanted, partitioning=None, page_checksum_verification=True)
         table = table.drop_columns([name for name in table.column_names if PANDAS_INDEX.fullmatch(name)])
-        rows = table.to_pylist()
+        return table.to_pylist()
+
+
+def check_columns(columns: Collection[str] | None, names: Sequence[str], source: str) -> None:
+    """The wanted columns are among those of a table, and each name of it, or of those wanted, stands there once.
+
+    Raises:
+        DatasetError: one is not; `source` is named.
+    """
+    lacking = [column for column in columns or () if column not in names]
+    if lacking:
+        raise DatasetError(f"{source}: there is no column {lacking[0]!r}; there are {', '.join(names)}")
+    repeated = {name for name in names if (columns is None or name in columns) and names.count(name) > 1}
+    if repeated:
+        raise DatasetError(f"{source} has more than one column {min(repeated)!r}; keep one")
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Raises DatasetError where reading a parquet file ends in an error."""
+    try:
+        yield
     except (pa.ArrowException, OSError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
         raise DatasetError(f"{path} is not a readable parquet file: {_one_line(error)}; write it anew") from error
-    repeated = {name for name in table.column_names if table.column_names.count(name) > 1}
-    if repeated:
-        raise DatasetError(f"{path} has more than one column {min(repeated)!r}; keep one")
-    return rows
 
 
 def _read_txt(path: Path) -> list[dict[str, Any]]:

@@ -41,6 +41,7 @@ class EmbeddingsIndex:
     negative_prompt: str | None = None
     sha256: dict[str, str] | None = None
     negatives: dict[str, str] = field(default_factory=dict)
+    text_digests: dict[str, str] | None = None
 
 
 _EMBEDDINGS_INDEX = TypeAdapter(EmbeddingsIndex)
@@ -220,7 +221,12 @@ def _target(row: PromptRow, pattern: str | None) -> str | None:
 
 def _metadata(row: PromptRow) -> str:
     metadata = {key: value for key, value in row.fields.items() if key not in ("uid", "target", "split")}
-    try:
-        return json.dumps(metadata, ensure_ascii=False, sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise DatasetError(f"{row.source}: the metadata cannot be kept as JSON: {error}") from error
+    for key, value in metadata.items():
+        try:
+            json.dumps({key: value}, sort_keys=True, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise DatasetError(
+                f"{row.source}: {key!r} cannot be kept as metadata in JSON: {error}; leave it out: name what is wanted "
+                "in the `columns` of the file's entry in params.yaml, such as {prompt: prompt}"
+            ) from error
+    return json.dumps(metadata, ensure_ascii=False, sort_keys=True, allow_nan=False)

@@ -6,14 +6,22 @@ picture should show is `reward_model.ground_truth`, and `extra_info.split` says 
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from tasks.config.params import RawFile
-from tasks.data.prompt_files import SPLITS, DatasetError, PromptRow, checked_row, raw_rows, without_hidden
+from tasks.data.prompt_files import (
+    SPLITS,
+    DatasetError,
+    PromptRow,
+    check_columns,
+    checked_row,
+    raw_rows,
+    without_hidden,
+)
 
 STATE, PARTS = "state.json", "dataset_dict.json"
 """What `save_to_disk` of a Hugging Face data set leaves beside its Arrow files, and that of several splits."""
@@ -27,7 +35,8 @@ def read_raw_file(raw: RawFile | str) -> list[PromptRow]:
     """The rows of one raw file or folder, each checked by itself. Raises DatasetError naming the file and the line."""
     entry = raw if isinstance(raw, RawFile) else RawFile.model_construct(file=raw)
     path = Path(entry.file)
-    read = _read_saved(path) if path.is_dir() else _numbered(raw_rows(path), path.as_posix())
+    columns = entry.columns or None  # others are not read: pictures would be a thousand times what the texts are
+    read = _read_saved(path, columns) if path.is_dir() else _numbered(raw_rows(path, columns), path.as_posix())
     rows = [checked_row(_plain_row(row, source, entry, split), source) for source, split, row in read]
     if not rows:
         raise DatasetError(f"{path} is empty; it must hold at least one prompt")
@@ -65,9 +74,7 @@ def _split_inside(row: Mapping[str, Any], source: str) -> str | None:
 
 
 def _renamed(raw: Mapping[str, Any], columns: Mapping[str, str], source: str) -> dict[str, Any]:
-    lacking = [column for column in columns if column not in raw]
-    if lacking:
-        raise DatasetError(f"{source}: there is no column {lacking[0]!r}; there are {', '.join(raw)}")
+    check_columns(columns, [*raw], source)
     return {key: raw[column] for column, key in columns.items()}
 
 
@@ -118,8 +125,13 @@ def _numbered(
 # ---- Hugging Face's `datasets`, saved
 
 
-def _read_saved(folder: Path, split: str | None = None) -> Iterator[tuple[str, str | None, dict[str, Any]]]:
-    """("folder:row", split, row) of a folder that `save_to_disk` wrote; of several splits each row has its own."""
+def _read_saved(
+    folder: Path, columns: Collection[str] | None, split: str | None = None
+) -> Iterator[tuple[str, str | None, dict[str, Any]]]:
+    """("folder:row", split, row) of a folder that `save_to_disk` wrote; of several splits each row has its own.
+
+    With `columns` no other one is read.
+    """
     if (folder / PARTS).is_file():
         names = _json(folder / PARTS).get("splits")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -131,7 +143,7 @@ def _read_saved(folder: Path, split: str | None = None) -> Iterator[tuple[str, s
                 f"one, {folder.as_posix()}/{odd[0]:.60} for example, each with its `split`"
             )
         for name in names:
-            yield from _read_saved(folder / name, name)
+            yield from _read_saved(folder / name, columns, name)
         return
     if not (folder / STATE).is_file():
         raise DatasetError(f"{folder} is a folder without {STATE}: give a file, or what `save_to_disk` has written")
@@ -141,7 +153,7 @@ def _read_saved(folder: Path, split: str | None = None) -> Iterator[tuple[str, s
     files = state.get("_data_files")
     if not isinstance(files, list) or not all(_is_file_beside(entry) for entry in files):
         raise DatasetError(f"{folder / STATE} has no list of the folder's Arrow files; save the data set again")
-    rows = [row for entry in files for row in _read_arrow(folder / entry["filename"])]
+    rows = [row for entry in files for row in _read_arrow(folder / entry["filename"], columns)]
     yield from _numbered(rows, folder.as_posix(), split)
 
 
@@ -153,12 +165,15 @@ def _is_file_beside(entry: Any) -> bool:
     return Path(name).name == name and "\0" not in name
 
 
-def _read_arrow(file: Path) -> list[dict[str, Any]]:
+def _read_arrow(file: Path, columns: Collection[str] | None) -> list[dict[str, Any]]:
     try:
         with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
-            table = stream.read_all()
+            check_columns(columns, stream.schema.names, str(file))
+            table = stream.read_all() if columns is None else stream.read_all().select([*columns])
             table.validate(full=True)  # a damaged offset leads out of the file's memory
             return table.to_pylist()
+    except DatasetError:
+        raise
     except (pa.ArrowException, OSError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
         raise DatasetError(f"{file} is not a readable Arrow file: {' '.join(str(error).split())[:300]}") from error
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from models.import_paths import ModuleNotAllowed
 from models.registry import check_kind, import_object
+from tasks.config.errors import near
 from tasks.rewards import served
 from tasks.rewards.errors import RewardError
 from tasks.rewards.per_sample import arguments, asks_served_model, is_per_sample, score_each
@@ -345,7 +346,7 @@ def check_reward(name: str, **options: Any) -> type[Reward] | FunctionType:
     if ":" not in name:
         if name not in _REGISTRY:
             raise RewardError(
-                f"there is no reward {name!r}; known are {', '.join(known_rewards())}, "
+                f"there is no reward {name!r}{near(name, known_rewards())}; known are {', '.join(known_rewards())}, "
                 'and any other can be given as "package.module:function_or_class"'
             )
         return _checked_class(name, _REGISTRY[name], options)

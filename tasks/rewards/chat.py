@@ -3,8 +3,12 @@
 
 import base64
 import io
+import math
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Annotated, Any, TypedDict
 
 import numpy as np
@@ -19,6 +23,25 @@ from tasks.rewards.errors import RewardError
 
 READ = 4000
 """Characters of the longest answer that is read; a longer one is unusable."""
+KEPT_BACK, MOST_KEPT_BACK_S = 0.1, 10.0
+"""Of the seconds that a batch may take, for what follows when its time is over: their share, and how many at most."""
+_ends: ContextVar[float] = ContextVar("ends", default=math.inf)
+
+
+@contextmanager
+def asked_within(seconds: float) -> Iterator[None]:
+    """Let a reward that is called in this block ask for a little less than so many seconds from now on, as its worker
+    ends with the process."""
+    token = _ends.set(time.monotonic() + seconds - min(seconds * KEPT_BACK, MOST_KEPT_BACK_S))
+    try:
+        yield
+    finally:
+        _ends.reset(token)
+
+
+def seconds_left() -> float:
+    """To ask in, see `asked_within`; infinite outside of its block. An event loop's tasks do not see the block."""
+    return _ends.get() - time.monotonic()
 
 
 class UnusableAnswer(DoubleflowError, ValueError):

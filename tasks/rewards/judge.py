@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import PositiveInt
 
 from tasks.rewards.base import RewardResult, register_reward
-from tasks.rewards.chat import ChatOptions, ChatReward, UnusableAnswer
+from tasks.rewards.chat import ChatOptions, ChatReward, UnusableAnswer, seconds_left
 from tasks.rewards.errors import RewardError
 from tasks.rewards.ocr import Target, check_wanted, plain_text, text_similarity, wanted_text
 from tasks.rewards.scored_prompt import ScoredPrompt
@@ -51,6 +51,31 @@ class Verdict:
     details: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass
+class Asking:
+    """A batch that is asked about.
+
+    Attributes:
+        gate: as many requests as may be under way at once.
+        begun: when it began, by the event loop's clock.
+        ends: when its time is over; None without a limit.
+        last_error: what last went wrong with any of its pictures.
+        asked: indices of the pictures whose turn has come.
+        late: indices of the pictures whose answers were not there in time.
+    """
+
+    gate: asyncio.Semaphore
+    begun: float
+    ends: float | None
+    last_error: str = ""
+    asked: set[int] = field(default_factory=set)
+    late: list[int] = field(default_factory=list)
+
+    def to_ask_again(self) -> tuple[tuple[int, ...], ...]:
+        """The late ones, as `RewardResult.raised`; first those whose turn never came, be the others never answered."""
+        return (tuple(sorted(self.late, key=lambda number: (number in self.asked, number))),) if self.late else ()
+
+
 class JudgeOptions(ChatOptions, total=False):
     """Options of a judge that its subclasses hand on; `Judge` says what they are."""
 
@@ -62,7 +87,8 @@ class Judge(ChatReward):
     """Asks one question a picture, many at a time. A picture without a usable answer is missing, with its error.
 
     An answer that cannot be read, be it broken JSON or prose, is asked for again. The details are `text`, the answer,
-    and `error`.
+    and `error`. A picture whose answer is not there a little before the worker's `timeout_s` is missing for now: the
+    worker asks about those again, `retries` times, and the others keep their scores.
     """
 
     def __init__(
@@ -100,20 +126,41 @@ class Judge(ChatReward):
 
     def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> Awaitable[RewardResult]:
         """Ask about every image."""
-        return self._score(images, prompts)
+        return self._score(images, prompts, seconds_left())
 
-    async def _score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
-        gate = asyncio.Semaphore(self._concurrency)
-        pairs = zip(images, prompts, strict=True)
-        answers = await asyncio.gather(*(self._judge(gate, image, prompt) for image, prompt in pairs))
+    async def _score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt], seconds: float) -> RewardResult:
+        begun = asyncio.get_running_loop().time()
+        ends = begun + seconds if math.isfinite(seconds) else None
+        asking = Asking(asyncio.Semaphore(self._concurrency), begun, ends)
+        pairs = enumerate(zip(images, prompts, strict=True))
+        answers = await asyncio.gather(*(self._judge_in_time(asking, number, *pair) for number, pair in pairs))
         verdicts, errors = [verdict for verdict, _ in answers], [error for _, error in answers]
         names = dict.fromkeys(name for verdict in verdicts for name in verdict.details)
         details = {name: [verdict.details.get(name, math.nan) for verdict in verdicts] for name in names}
         told: dict[str, list] = {"text": [verdict.text for verdict in verdicts], "error": errors}
-        return RewardResult(np.array([verdict.score for verdict in verdicts], dtype=np.float32), told | details)
+        scores = np.array([verdict.score for verdict in verdicts], dtype=np.float32)
+        return RewardResult(scores, told | details, raised=asking.to_ask_again())
+
+    async def _judge_in_time(
+        self, asking: Asking, number: int, image: np.ndarray, prompt: ScoredPrompt
+    ) -> tuple[Verdict, str | None]:
+        """As `_judge`; without a score where the batch's seconds are over before."""
+        try:
+            async with asyncio.timeout_at(asking.ends) as limit:
+                return await self._judge(asking, number, image, prompt)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        asking.late.append(number)
+        last = f"; the last error of its batch was {asking.last_error}" if asking.last_error else ""
+        what, waited = "answer" if number in asking.asked else "turn", asyncio.get_running_loop().time() - asking.begun
+        return Verdict(math.nan, ""), (
+            f"no {what} within the {waited:.1f} s that its batch had: raise reward.functions.<name>.timeout_s, or "
+            f"lower batch_size there, or the options timeout_s and max_retries of a request{last}"
+        )
 
     async def _judge(
-        self, gate: asyncio.Semaphore, image: np.ndarray, prompt: ScoredPrompt
+        self, asking: Asking, number: int, image: np.ndarray, prompt: ScoredPrompt
     ) -> tuple[Verdict, str | None]:
         """(verdict, None) or (a verdict without a score, why)."""
         import openai
@@ -121,13 +168,15 @@ class Judge(ChatReward):
         text, reason = "", ""
         for _ in range(self._asks):
             try:
-                async with gate:
+                async with asking.gate:
+                    asking.asked.add(number)
                     text = await self.answer(image, self.question(prompt))
                 return self.verdict(text, prompt), None
             except (UnusableAnswer, json.JSONDecodeError, UnicodeError, openai.APIResponseValidationError) as error:
-                reason = self.in_words(error)
+                reason = asking.last_error = self.in_words(error)
             except openai.OpenAIError as error:
-                return Verdict(math.nan, ""), self.in_words(error)
+                asking.last_error = self.in_words(error)
+                return Verdict(math.nan, ""), asking.last_error
         return Verdict(math.nan, text), reason
 
 

@@ -75,7 +75,7 @@ class PretrainedReward(Reward):
             threads: torch's CPU threads, of the whole worker.
 
         Raises:
-            RewardError: the model, its processor or its number format is not there.
+            RewardError: the model, its processor or its number format is not there, or its files lack weights.
         """
         import torch
         import transformers
@@ -84,14 +84,33 @@ class PretrainedReward(Reward):
         torch.set_num_threads(threads)
         self.device = device
         with self._refusing(model):
-            network = getattr(transformers, self.architecture).from_pretrained(
-                model, revision=revision, dtype=number_format
+            network, found = getattr(transformers, self.architecture).from_pretrained(
+                model, revision=revision, dtype=number_format, output_loading_info=True
             )
+        self._check_whole(model, network, found)
         with self._refusing(processor or model):
             commit = processor_revision if processor else revision
             self.processor = self.load_processor(processor or model, commit)
         self.model = network.to(device).eval().requires_grad_(False)
-        self.version = f"1 {model}@{_content(model, network)} {dtype} transformers=={transformers.__version__}"
+        self.version = f"1 {model}@{_content(model, network)} {self.arithmetic(dtype)} "
+        self.version += f"transformers=={transformers.__version__}"
+
+    def _check_whole(self, model: str, network: "nn.Module", found: Mapping[str, Any]) -> None:
+        """Every weight is the files': transformers draws what they lack, in each worker otherwise, and only warns."""
+        from models.families.loading import lacking
+
+        missing = sorted(lacking(network, found))
+        if missing:
+            unread = sorted(found["unexpected_keys"])
+            besides = f"; they have {len(unread)} that it does not know, as {unread[0]}" if unread else ""
+            raise RewardError(
+                f"{self.name}: {model} lacks {len(missing)} of the weights of {type(network).__name__}, the first of "
+                f"them {', '.join(missing[:3])}{besides}: give files that belong to it, renamed as it names them"
+            )
+
+    def arithmetic(self, dtype: str) -> str:
+        """Number formats that a score is computed in, for `version`."""
+        return dtype
 
     def load_processor(self, source: str, revision: str | None) -> Any:
         """What makes the model's inputs of pictures and texts."""
@@ -150,8 +169,9 @@ class PretrainedReward(Reward):
     ) -> "nn.Module":
         """A head of linear layers from a safetensors file, on the model's device, and its digest in `version`.
 
-        Layers are the tensors `<anything>.weight` [out, in] and `.bias` in the order of the numbers in their names,
-        with `activation` in between, if any: the published aesthetic and ImageReward heads have none.
+        Layers are the tensors `<anything>.weight` [out, in] and `.bias` in the order of the numbers in their names, or
+        one layer `weight` and `bias`, with `activation` in between, if any: the published aesthetic and ImageReward
+        heads have none.
 
         Args:
             path: of the file.
@@ -160,18 +180,25 @@ class PretrainedReward(Reward):
             activation: of which one stands between two layers.
 
         Raises:
-            RewardError: there is no such file, or its layers do not lead from `inputs` values to `outputs`.
+            RewardError: there is no such file, it has no layers, or they do not lead from `inputs` values to `outputs`.
         """
         from safetensors.torch import load_file
         from torch import nn
 
         if not Path(path).is_file():
             raise RewardError(f"{self.name}: head {path} does not exist: it must be a safetensors file")
-        tensors = load_file(path)
+        # A bare nn.Linear, as LAION's first head, has `weight` and `bias` alone.
+        tensors = {name if "." in name else f"0.{name}": tensor for name, tensor in load_file(path).items()}
         names = sorted((n.removesuffix(".weight") for n in tensors if n.endswith(".weight")), key=_numbers)
+        without = [name for name in names if f"{name}.bias" not in tensors]
+        if not names or without:
+            raise RewardError(
+                f"{self.name}: {path} has {', '.join(sorted(tensors)[:6]) or 'no tensors'}; of each layer it must have "
+                "`<name>.weight` and `<name>.bias`"
+            )
         widths = [inputs, *(tensors[f"{name}.weight"].shape[0] for name in names)]
         taken = [tensors[f"{name}.weight"].shape[1] for name in names]
-        if not names or taken != widths[:-1] or widths[-1] != outputs:
+        if taken != widths[:-1] or widths[-1] != outputs:
             raise RewardError(
                 f"{self.name}: the layers of {path} take {taken} and give {widths[1:]} values; they must lead from the "
                 f"model's {inputs} to {outputs}"

@@ -6,18 +6,21 @@ The protocol is in docs/rewards.md.
 
 import io
 import json
+import math
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 import requests
 from PIL import Image
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 from requests.adapters import HTTPAdapter
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
+from urllib3.exceptions import ReadTimeoutError
 from urllib3.util import Retry
 
 from models.errors import DoubleflowError
@@ -37,6 +40,10 @@ MAX_PIXELS = 4096 * 4096
 """Of one PNG, unless the server is told otherwise."""
 MAX_REQUEST_MB = 1024.0
 """Of one request, and of its pictures when they are unpacked, unless the server is told otherwise; 10^6 bytes each."""
+MAX_PICTURES = 1000
+"""PNGs of one request, unless the server is told otherwise."""
+FORM_BYTES, PART_BYTES = 1000, 300
+"""More than what is around the parts of a request, and around one part."""
 CRITICAL_CHUNKS = (b"IHDR", b"PLTE", b"IDAT", b"IEND")
 """Of a PNG: a reader that does not know one with a capital letter cannot show the picture."""
 
@@ -49,6 +56,25 @@ class RemoteFailure(DoubleflowError, RuntimeError):
     """The server could not score a batch; the message holds what it said."""
 
 
+class ReadOnce(Retry):
+    """Sends nothing again after a read timeout: the server is still at that batch, and would compute each copy."""
+
+    def increment(self, *args: Any, **named: Any) -> Self:
+        """What is left of the retries; raises the error of a read timeout."""
+        if isinstance(error := named.get("error"), ReadTimeoutError):
+            raise error
+        return super().increment(*args, **named)
+
+
+class Taken(BaseModel):
+    """What a server takes in one request; the defaults are those of one that does not say it."""
+
+    model_config = ConfigDict(strict=True)
+
+    max_request_mb: PositiveFloat = MAX_REQUEST_MB
+    max_pictures: PositiveInt = MAX_PICTURES
+
+
 class Hosted(BaseModel):
     """What a server says of its reward."""
 
@@ -57,6 +83,7 @@ class Hosted(BaseModel):
     name: str
     version: str
     wants: str
+    limits: Taken = Taken()
 
 
 class Answer(BaseModel):
@@ -77,6 +104,8 @@ class Answer(BaseModel):
 
 
 Body = TypeVar("Body", bound=BaseModel)
+Part = tuple[str, tuple[str, bytes, str]]
+"""Of a form: its name, and name, content and type of its file."""
 
 
 @register_reward("remote")
@@ -97,7 +126,8 @@ class RemoteReward(Reward):
             url: of the server, as in "http://scorer:8100"; without user name and password.
             encoding: how pictures travel: as one safetensors tensor, or each as a PNG, which takes time and less of
                 the network.
-            timeout_s: for the server's answer to one batch.
+            timeout_s: for the server's answer to one request; none is sent again after it, as the server is still at
+                it.
             max_retries: requests after the first one, with exponential backoff or after the time that Retry-After
                 names, where the connection fails or the server is busy or restarting.
             token_env: environment variable that holds the token for what stands before the server (a reverse proxy),
@@ -110,7 +140,7 @@ class RemoteReward(Reward):
         """
         if encoding not in ("tensor", "png") or (encoding == "png" and self.wants != "images"):
             raise RewardError(f'{self.name}: encoding must be "tensor", or "png" for images, not {encoding!r}')
-        retry = Retry(
+        retry = ReadOnce(
             max_retries, backoff_factor=0.5, status_forcelist=RETRIED, allowed_methods=None, raise_on_status=False
         )
         try:
@@ -128,7 +158,7 @@ class RemoteReward(Reward):
             raise RewardError(
                 f"{self.name}: the server at {url} hosts {hosted.name}, which wants {hosted.wants}: use {kind}"
             )
-        self._remote_version = hosted.version
+        self._remote_version, self._taken = hosted.version, hosted.limits
         self.version = f"{hosted.name} {hosted.version}"
 
     @classmethod
@@ -138,16 +168,32 @@ class RemoteReward(Reward):
         check_address(f"reward {name!r}: url", options["url"])
 
     def score(self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
-        """Send the batch and wait.
+        """Send the batch, in as many requests as the server's limits ask for, and wait for each.
 
         Raises:
             RewardError: the server says that the reward cannot be used so, or hosts another version than before.
             RemoteFailure: anything else went wrong there, or the answer is not as the protocol says.
         """
-        files = [("request", ("request.json", pack_request(prompts), "application/json"))]
-        files += pack_images(batch) if self._encoding == "png" else [pack_tensor(batch)]
+        pictures = pack_images(batch) if self._encoding == "png" else None
+        sizes = sample_bytes(batch, prompts, pictures)
+        most = self._taken.max_request_mb * 1e6 - FORM_BYTES
+        results = []
+        for share in shares(sizes, most, self._taken.max_pictures if pictures else math.inf):
+            parts = [pack_tensor(batch[share])] if pictures is None else pictures[share]
+            results.append(self._scored(parts, prompts[share]))
+        return joined(results)
+
+    def _scored(self, parts: list[Part], prompts: Sequence[ScoredPrompt]) -> RewardResult:
+        """By one request. Raises the errors of `score`."""
+        files = [("request", ("request.json", pack_request(prompts), "application/json")), *parts]
         try:
             response = self._session.post(f"{self._url}/v1/score", files=files, timeout=self._timeout)
+        except requests.ReadTimeout as error:
+            raise RemoteFailure(
+                f"{self._url} gave no answer within timeout_s {self._timeout:g} and was still at the {len(prompts)} "
+                "samples, which are not sent to it again: give the option timeout_s more seconds, or the reward a "
+                "smaller batch_size"
+            ) from error
         except (requests.RequestException, ValueError) as error:  # ValueError: it sends on to what is no address
             raise RemoteFailure(f"{self._url} gives no answer that can be read: {self._told(error)}") from error
         answer = self._answer(response, Answer)
@@ -157,10 +203,11 @@ class RemoteReward(Reward):
                 f"{self._remote_version!r}: scores of one run must be comparable"
             )
         sizes = {"scores": len(answer.scores)} | {name: len(values) for name, values in answer.details.items()}
-        wrong = {name: size for name, size in sizes.items() if size != len(batch)}
+        wrong = {name: size for name, size in sizes.items() if size != len(prompts)}
         if wrong:
             raise RemoteFailure(
-                f"{self._url} answered with {self._told(wrong)} values in place of one for each of {len(batch)} samples"
+                f"{self._url} answered with {self._told(wrong)} values in place of one for each of {len(prompts)} "
+                "samples"
             )
         return unpack_result(answer)
 
@@ -239,13 +286,13 @@ def pack_request(prompts: Sequence[ScoredPrompt]) -> bytes:
     return json.dumps({"protocol": PROTOCOL, "prompts": rows}).encode()
 
 
-def pack_tensor(batch: np.ndarray) -> tuple[str, tuple[str, bytes, str]]:
+def pack_tensor(batch: np.ndarray) -> Part:
     """The part `tensor`: a safetensors file with one tensor, `batch` [B, ...]."""
     content = save({TENSOR: np.ascontiguousarray(batch)})
     return "tensor", ("batch.safetensors", content, "application/octet-stream")
 
 
-def pack_images(images: np.ndarray) -> list[tuple[str, tuple[str, bytes, str]]]:
+def pack_images(images: np.ndarray) -> list[Part]:
     """The parts `images` of pictures [B, H, W, 3], one PNG each."""
     parts = []
     for number, image in enumerate(images):
@@ -253,6 +300,43 @@ def pack_images(images: np.ndarray) -> list[tuple[str, tuple[str, bytes, str]]]:
         Image.fromarray(image).save(buffer, format="PNG", compress_level=1)
         parts.append(("images", (f"{number}.png", buffer.getvalue(), "image/png")))
     return parts
+
+
+def sample_bytes(batch: np.ndarray, prompts: Sequence[ScoredPrompt], pictures: Sequence[Part] | None) -> list[int]:
+    """What each sample of a batch [B, ...] adds to its request: its prompt, and the larger of its PNG and what that
+    unpacks to, both of which a server limits; without PNGs its part of the tensor."""
+    contents = [0] * len(batch) if pictures is None else [len(content) for _, (_, content, _) in pictures]
+    return [
+        max(sample.nbytes, content) + len(pack_request([prompt])) + PART_BYTES
+        for sample, content, prompt in zip(batch, contents, prompts, strict=True)
+    ]
+
+
+def shares(sizes: Sequence[int], max_bytes: float, max_samples: float) -> list[slice]:
+    """A batch of samples of these bytes, cut into what one request may have; a larger sample is in one by itself."""
+    found, begin, held = [], 0, 0
+    for number, size in enumerate(sizes):
+        if number > begin and (held + size > max_bytes or number - begin >= max_samples):
+            found.append(slice(begin, number))
+            begin, held = number, 0
+        held += size
+    return [*found, slice(begin, len(sizes))]
+
+
+def joined(results: Sequence[RewardResult]) -> RewardResult:
+    """The result of a batch out of those of its shares; a detail that one of them lacks is None there."""
+    sizes = [len(result.scores) for result in results]
+    names = dict.fromkeys(name for result in results for name in result.details)
+    details: dict[str, list] = {name: [] for name in names}
+    for result, size in zip(results, sizes, strict=True):
+        for name in names:
+            details[name] += result.details.get(name, [None] * size)
+    raised = tuple(
+        tuple(begin + index for index in together)
+        for begin, result in zip(accumulate(sizes, initial=0), results, strict=False)
+        for together in result.raised
+    )
+    return RewardResult(np.concatenate([result.scores for result in results]), details, raised=raised)
 
 
 def unpack_batch(
@@ -287,7 +371,10 @@ def _decoded(images: Sequence[bytes], max_pixels: int, max_mb: float) -> np.ndar
     for number, image in enumerate(images):
         width, height = _png_size(image, number)
         if width * height > max_pixels:
-            raise TooLarge(f"picture {number} has {width} x {height} pixels, and at most {max_pixels} are taken")
+            raise TooLarge(
+                f"picture {number} has {width} x {height} pixels, and at most {max_pixels} are taken: send "
+                "a smaller one, or start the server with a larger --max-pixels"
+            )
         _check_chunks(image, number)
         try:
             opened.append(Image.open(io.BytesIO(image), formats=("PNG",)))
@@ -301,7 +388,8 @@ def _decoded(images: Sequence[bytes], max_pixels: int, max_mb: float) -> np.ndar
     width, height = sizes.pop()
     if len(opened) * width * height * 3 > max_mb * 1e6:
         raise TooLarge(
-            f"{len(opened)} pictures of {width} x {height} pixels take more than {max_mb:g} MB unpacked: send fewer"
+            f"{len(opened)} pictures of {width} x {height} pixels take more than {max_mb:g} MB unpacked: send "
+            "fewer, or start the server with a larger --max-request-mb"
         )
     batch = np.empty((len(opened), height, width, 3), np.uint8)
     for number, picture in enumerate(opened):

@@ -6,6 +6,7 @@ it. Nothing that arrives is ever unpickled.
 """
 
 import asyncio
+import hashlib
 import json
 import math
 import socket
@@ -27,7 +28,18 @@ from tasks.config.errors import ConfigError
 from tasks.config.named_values import named_values
 from tasks.rewards.base import Reward, RewardResult, get_reward
 from tasks.rewards.errors import RewardError
-from tasks.rewards.remote import MAX_PIXELS, MAX_REQUEST_MB, PROTOCOL, TooLarge, check_protocol, unpack_batch
+from tasks.rewards.remote import (
+    MAX_PICTURES,
+    MAX_PIXELS,
+    MAX_REQUEST_MB,
+    PROTOCOL,
+    TooLarge,
+    check_protocol,
+    unpack_batch,
+)
+
+CLIENT_GONE = 499
+"""Nobody reads this status; proxies' logs have it for such a request."""
 
 
 @dataclass(frozen=True)
@@ -58,33 +70,44 @@ class Limits:
 
     max_pixels: int = MAX_PIXELS
     max_request_mb: float = MAX_REQUEST_MB
-    max_pictures: int = 1000
+    max_pictures: int = MAX_PICTURES
 
 
-def make_app(reward: Reward, limits: Limits = Limits()) -> FastAPI:
+def make_app(reward: Reward, limits: Limits = Limits(), version: str | None = None) -> FastAPI:
     """The server of one reward. Batches are read and scored one at a time, in one thread: rewards need not be
-    thread-safe, and whoever waits has its pictures on the disk."""
+    thread-safe, and whoever waits has its pictures on the disk.
+
+    Args:
+        version: that is told; None tells the reward's own.
+    """
     app = FastAPI(title=f"Reward {reward.name}", version=str(PROTOCOL))
-    thread = ThreadPoolExecutor(1)
+    thread, turn = ThreadPoolExecutor(1), asyncio.Lock()
+    told = reward.version if version is None else version
 
     @app.get("/v1/reward")
     def hosted() -> dict[str, Any]:
         """What is hosted here."""
-        return {"protocol": PROTOCOL, "name": reward.name, "version": reward.version, "wants": reward.wants}
+        taken = {"max_request_mb": limits.max_request_mb, "max_pictures": limits.max_pictures}
+        return {"protocol": PROTOCOL, "name": reward.name, "version": told, "wants": reward.wants, "limits": taken}
 
     def scored(request: bytes | BinaryIO, tensor: BinaryIO | None, images: list[BinaryIO]) -> RewardResult:
         prompts = _prompts(request if isinstance(request, bytes) else request.read())
         content = tensor.read() if tensor else None, [image.read() for image in images]
         return reward(unpack_batch(*content, limits.max_pixels, limits.max_request_mb), prompts)
 
+    async def scored_in_turn(request: Request, *parts: Any) -> RewardResult:
+        async with turn:
+            if await request.is_disconnected():
+                raise HTTPException(CLIENT_GONE, "the client had gone when its batch's turn came")
+            return await asyncio.get_running_loop().run_in_executor(thread, scored, *parts)
+
     @app.post("/v1/score")
     async def score(request: Request) -> dict[str, Any]:
         """Score one batch: a form with the parts `request` and either `tensor` or `images`."""
         capped = Request(request.scope, _capped(request.receive, int(limits.max_request_mb * 1e6)))
         async with capped.form(max_files=limits.max_pictures + 2, max_fields=8) as form:
-            parts = _parts(form, limits.max_pictures)
-            result = await asyncio.get_running_loop().run_in_executor(thread, scored, *parts)
-        return {"protocol": PROTOCOL, "version": reward.version} | _as_json(result)
+            result = await scored_in_turn(request, *_parts(form, limits.max_pictures))
+        return {"protocol": PROTOCOL, "version": told} | _as_json(result)
 
     @app.exception_handler(TooLarge)
     def too_large(_: Request, error: TooLarge) -> JSONResponse:
@@ -92,7 +115,10 @@ def make_app(reward: Reward, limits: Limits = Limits()) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     def refused(_: Request, error: HTTPException) -> JSONResponse:
-        return JSONResponse({"protocol": PROTOCOL, "error": str(error.detail)}, status_code=error.status_code)
+        # Of the form's parser, whose words name no option of this server.
+        too_many = error.status_code == 400 and str(error.detail).startswith("Too many files")
+        reason = _too_many(f"more than {limits.max_pictures + 2}", limits.max_pictures) if too_many else error.detail
+        return JSONResponse({"protocol": PROTOCOL, "error": str(reason)}, status_code=error.status_code)
 
     @app.exception_handler(RewardError)
     def misuse(_: Request, error: RewardError) -> JSONResponse:
@@ -123,7 +149,8 @@ def _capped(receive: Receive, max_bytes: int) -> Receive:
             message = await receive()
             seen += len(message.get("body", b""))
         raise TooLarge(
-            f"the request is larger than {max_bytes / 1e6:g} MB, which is all that is taken: send fewer at once"
+            f"the request is larger than {max_bytes / 1e6:g} MB, which is all that is taken: send fewer samples "
+            "at once, or start the server with a larger --max-request-mb"
         )
 
     return counted
@@ -138,12 +165,19 @@ def _parts(form: FormData, max_pictures: int) -> tuple[bytes | BinaryIO, BinaryI
         if len(form.getlist(name)) > 1:
             raise RewardError(f"the form has {len(form.getlist(name))} parts `{name}`; give one")
     if len(images) > max_pictures:
-        raise RewardError(f"the form has {len(images)} parts `images`, and at most {max_pictures} are taken")
+        raise RewardError(_too_many(str(len(images)), max_pictures))
     files = [part.file for part in (*images, tensor) if isinstance(part, UploadFile)]
     if len(files) != len(images) + (tensor is not None):
         raise RewardError("the parts `tensor` and `images` must be files: give each a file name")
     content = request.file if isinstance(request, UploadFile) else request.encode()
     return content, files[len(images)] if tensor is not None else None, files[: len(images)]
+
+
+def _too_many(count: str, max_pictures: int) -> str:
+    return (
+        f"the form has {count} parts `images`, and at most {max_pictures} are taken: send fewer at once, or start the "
+        "server with a larger --max-pictures"
+    )
 
 
 def _prompts(content: bytes) -> list[SentPrompt]:
@@ -170,6 +204,22 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def version_with(version: str, options: Mapping[str, Any]) -> str:
+    """A reward's version together with a digest of the options that it was loaded with, where there are any: they may
+    change its scores, and a client cannot see them otherwise."""
+    if not options:
+        return version
+    canonical = json.dumps(_sorted(options), default=repr)
+    return f"{version} options={hashlib.sha256(canonical.encode()).hexdigest()[:12]}"
+
+
+def _sorted(value: Any) -> Any:
+    """A value of YAML with the keys of its mappings as text, in order."""
+    if isinstance(value, Mapping):
+        return {str(key): _sorted(value[key]) for key in sorted(value, key=str)}
+    return [_sorted(item) for item in value] if isinstance(value, list) else value
+
+
 def main(
     reward: Annotated[str, typer.Option(help="Registered name or package.module:object.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8100,
@@ -179,7 +229,7 @@ def main(
     max_request_mb: Annotated[
         float, typer.Option(min=0.001, help="Of one request, and of its PNGs when they are unpacked.")
     ] = MAX_REQUEST_MB,
-    max_pictures: Annotated[int, typer.Option(min=1, help="PNGs of one request.")] = 1000,
+    max_pictures: Annotated[int, typer.Option(min=1, help="PNGs of one request.")] = MAX_PICTURES,
 ) -> None:
     """Load a reward and serve it until the process is ended."""
     try:
@@ -192,9 +242,11 @@ def main(
     except DoubleflowError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
-    app = make_app(loaded, Limits(max_pixels, max_request_mb, max_pictures))
+    version = version_with(loaded.version, options)
+    app = make_app(loaded, Limits(max_pixels, max_request_mb, max_pictures), version)
     address = f"http://{host}:{listening.getsockname()[1]}"
-    typer.echo(f"{loaded.name} ({loaded.version}) is served at {address}")
+    listening.listen()  # who reads the next line may connect at once, and waits for uvicorn
+    typer.echo(f"{loaded.name} ({version}) is served at {address}")
     uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
 
 

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,15 +32,18 @@ from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
 from tasks.data.digests import stored_parameters
 from tasks.data.embeddings import Embeddings
-from tasks.records.run_store import CHECKPOINTS
+from tasks.records.run_store import CHECKPOINTS, STAGES, numbers_in
 from tasks.rewards import check_reward
-from tasks.run.update_passes import passes_of_a_step
-from tasks.system.files import bytes_on_disk, free_on_disk
+from tasks.rewards.base import reward_input
+from tasks.run.update_passes import passes_of_a_step, trained_steps
+from tasks.system.files import bytes_on_disk, free_on_disk, on_one_disk
 
 log = logging.getLogger(__name__)
 TEXT_ENCODERS, ENCODERS, REWARDS = ("text_encoder*",), "text encoders", "rewards"
 REWARD_PROCESS = 0.5 * GIB
 """Of a GPU, for each reward worker that computes on it: what CUDA keeps of a process that has no weights yet."""
+CHANNELS = 3
+"""Of a picture, a byte each."""
 
 
 class DoesNotFit(DoubleflowError, ValueError):
@@ -105,10 +109,11 @@ class Needs(NamedTuple):
 
 
 def check_disk(config: TrainConfig, cost: PassCost) -> None:
-    """Raises DoesNotFit for a run whose checkpoints have no room in its folder, beside those that are there already."""
+    """Raises DoesNotFit for a run whose checkpoints, and the rollouts kept from one to the next, have no room in its
+    folder, beside those that are there already."""
     trainer, folder = config.trainer, config.run_dir / CHECKPOINTS
     each = checkpoint_bytes(config, cost) / GIB
-    room = (free_on_disk(folder) + bytes_on_disk(folder)) / GIB
+    room = _room(folder)
     saves = -(-trainer.total_training_steps // trainer.save_freq) if trainer.save_freq else 1
     number = min(trainer.max_actor_ckpt_to_keep + 1, saves)
     if number * each > room:
@@ -117,6 +122,52 @@ def check_disk(config: TrainConfig, cost: PassCost) -> None:
             f"a checkpoint takes {each:.1f} GiB{together}, but {folder} has room for {room:.1f}: make some, or set "
             "trainer.default_local_dir to a folder on a larger disk"
         )
+    if trainer.keep_stages and config.is_online:
+        _check_kept_rollouts(config, number * each)
+
+
+def _check_kept_rollouts(config: TrainConfig, checkpoints: float) -> None:
+    """Raises DoesNotFit where there is no room for them beside so many GiB of checkpoints."""
+    trainer, folder = config.trainer, config.run_dir / STAGES
+    each, number = kept_rollout_bytes(config) / GIB, kept_rollouts(config)
+    room = _room(folder)
+    if on_one_disk(folder, saved := config.run_dir / CHECKPOINTS):
+        room += bytes_on_disk(saved) / GIB - checkpoints
+    if number * each > room:
+        often = trainer.save_freq or "0, only at the end"
+        raise DoesNotFit(
+            f"trainer.keep_stages keeps each rollout until the next checkpoint, at least {each:.1f} GiB and, with "
+            f"trainer.save_freq {often}, {number * each:.1f} for {number} of them, but beside the checkpoints {folder} "
+            f"has room for {room:.1f}: save more often, set trainer.keep_stages to false, or trainer.default_local_dir "
+            "to a folder on a larger disk"
+        )
+
+
+def _room(folder: Path) -> float:
+    """GiB that a folder of a run may take, with what it has."""
+    return (free_on_disk(folder) + bytes_on_disk(folder)) / GIB
+
+
+def kept_rollouts(config: TrainConfig) -> int:
+    """The most iterations whose rollouts are kept at a time, of those that no checkpoint has yet."""
+    trainer, saved = config.trainer, config.run_dir / CHECKPOINTS
+    done = max(numbers_in(saved), default=0) if saved.is_dir() else 0
+    left = max(trainer.total_training_steps - done, 0)
+    return min(trainer.save_freq + trainer.one_step_off_policy, left) if trainer.save_freq else left
+
+
+def kept_rollout_bytes(config: TrainConfig) -> int:
+    """An iteration's samples on the disk, at least: latents in fp32 of each recorded step and what the rewards look at.
+    The prompts' embeddings, means and halves of the guidance that a loss may ask for, and gaps in a window come on top.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    model_config = DiffusionModelConfig.load(config.actor_rollout_ref.model, rollout.pipeline, rollout.algo)
+    latent = prod(DiffusionModelBase.get_class(model_config).latent_shape(model_config)) * torch.float32.itemsize
+    pictures = rollout.pipeline.height * rollout.pipeline.width * CHANNELS * (rollout.pipeline.num_frames or 1)
+    recorded = 1 if config.algorithm.trainer_type == "direct_preference" else trained_steps(config) + 1
+    wanted = {reward_input(name, **entry.options) for name, entry in config.reward.named().values()}
+    shown = ("latents" in wanted) * latent + bool(wanted - {"latents"}) * pictures
+    return config.data.train_batch_size * rollout.n * (recorded * latent + shown)
 
 
 def checkpoint_bytes(config: TrainConfig, cost: PassCost) -> int:

@@ -2,6 +2,7 @@
 """The prompts, embeddings and pairs of a run, opened, and whether there is what it asks of them."""
 
 import hashlib
+import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from tasks.data.prompts import Prompt, load_prompts, prompt_uid
 from tasks.rewards import check_reward
 from tasks.run.encoding_checks import check_embeddings, check_origin
 from tasks.run.live_text import open_live, text_side
+
+log = logging.getLogger(__name__)
 
 DIGEST = re.compile("[0-9a-f]{16}")
 """As `prompt_uid` makes them."""
@@ -61,7 +64,8 @@ def open_data(
         )
     if isinstance(embeddings, PromptEmbeddings):
         check_embeddings(config, model_config, embeddings)
-        check_negatives(config, model_config, config.data.prompts, train + test, embeddings)
+        encoded = [*train, *test, *_of_pairs_alone(config, pairs, train + test)]
+        check_negatives(config, model_config, config.data.prompts, encoded, embeddings)
     if config.is_online or not trains:
         # What a function of the user's makes of the train prompts is known when it is called.
         check_scored(config, test if config.data.rewrite_prompts else train + test)
@@ -86,6 +90,29 @@ def check_texts(table: Path, prompts: Sequence[Prompt]) -> None:
         )
 
 
+def check_encoded(table: Path, prompts: Sequence[Prompt], embeddings: PromptEmbeddings) -> None:
+    """What was encoded under the prompts' uids are the texts that the table has for them.
+
+    Embeddings of older versions do not say it of uids that users give: they are taken, with a warning.
+
+    Raises:
+        ConfigError: another text was.
+    """
+    same = [embeddings.has_text_of(prompt) for prompt in prompts]
+    other = [prompt for prompt, known in zip(prompts, same, strict=True) if known is False]
+    if other:
+        raise ConfigError(
+            f"{embeddings.folder} has another text under the uid {other[0].uid!r} than {table}, where it is "
+            f"{other[0].prompt[:60]!r} ({len(other)} in all): run `dvc repro embeddings`, or bring the table back"
+        )
+    if None in same:
+        log.warning(
+            "%s is of an older version, whose index has no digests of texts: whether it was made from those that %s "
+            "has for its %d uids of your own is not checked; `dvc repro embeddings` makes it anew",
+            *(embeddings.folder, table, same.count(None)),
+        )
+
+
 def check_negatives(
     config: TrainConfig,
     model_config: DiffusionModelConfig,
@@ -93,11 +120,13 @@ def check_negatives(
     prompts: Sequence[Prompt],
     embeddings: PromptEmbeddings,
 ) -> None:
-    """What guidance contrasts a prompt with is what its row says; without guidance it is nobody's matter.
+    """What was encoded is what the rows say: the text, see `check_encoded`, and what guidance contrasts it with;
+    without guidance that is nobody's matter.
 
     Raises:
-        ConfigError: the row's negative prompt is another than the one that was encoded.
+        ConfigError: the row's text or its negative prompt is another than the one that was encoded.
     """
+    check_encoded(table, prompts, embeddings)
     rollout, adapter = config.actor_rollout_ref.rollout, DiffusionModelBase.get_class(model_config)
     if not any(adapter.is_guided(pipeline) for pipeline in (rollout.pipeline, rollout.validation_pipeline())):
         return
@@ -135,6 +164,14 @@ def _open_embeddings(config: TrainConfig, model_config: DiffusionModelConfig) ->
         embeddings = PromptEmbeddings.open(folder)
         return embeddings, (folder / INDEX).read_bytes()
     return open_live(config, model_config), text_side(config).encode()
+
+
+def _of_pairs_alone(config: TrainConfig, pairs: PairDataset | None, known: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts of pairs that are of a split which nothing else is read of."""
+    if pairs is None:
+        return []
+    uids = {pair.prompt_uid for pair in pairs.pairs} - {prompt.uid for prompt in known}
+    return [prompt for prompt in load_prompts(config.data.prompts) if prompt.uid in uids]
 
 
 def _open_pairs(

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from models.config.view import TRANSFORMER
+from models.config.model import LORA_FILE, TRANSFORMER
 from models.families.base import DiffusionModelBase, DiffusionModelConfig, read_architecture
 from models.rollout.vllm_omni.engine import check_tensor_split, pipeline_class
 from models.runtime.projections import not_fused
 from models.training.engine import TRAINING_ENGINES, get_training_engine
 from models.weights.fitting import check_network, check_text_encoders
 from models.weights.stored import stored_shapes, variant_alone
-from models.weights.trainable import LORA_FILE, check_lora_fits, with_lora_of
+from models.weights.trainable import check_lora_fits, with_lora_of
 from tasks.actors.interpreter import check_interpreter
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig

@@ -26,6 +26,7 @@ class StartTimes:
 
     Attributes:
         parts: name -> seconds. The first run of a process counts the process' own start, imports and all.
+        is_told: has `told` been called, as it is once?
     """
 
     _counts_process: ClassVar[bool] = True
@@ -33,6 +34,7 @@ class StartTimes:
     def __init__(self) -> None:
         """Begin: call it first of all."""
         self.parts: dict[str, float] = {}
+        self.is_told = False
         self._inside: dict[str, Mapping[str, float]] = {}
         if StartTimes._counts_process:
             self.parts["the process"] = time.time() - psutil.Process().create_time()
@@ -61,7 +63,8 @@ class StartTimes:
         return sum(self.parts.values())
 
     def told(self) -> str:
-        """What a run says once its first update is done."""
+        """What a run says once its first update is done, whether or not that made a step."""
+        self.is_told = True
         parts = ", ".join(f"{part} {seconds:.1f}{self._told_inside(part)}" for part, seconds in self.parts.items())
         said = f"the first update was done after {self.seconds:.1f} s: {parts}"
         modules = uncompiled_modules()

@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -67,6 +68,11 @@ def nearest(folder: Path) -> Path:
 def free_on_disk(folder: Path) -> int:
     """Bytes that this user may still write below a folder, which need not be there yet."""
     return shutil.disk_usage(nearest(folder)).free
+
+
+def on_one_disk(folder: Path, other: Path) -> bool:
+    """Will what is written below one of two folders, which need not be there yet, take the room of the other?"""
+    return nearest(folder).stat().st_dev == nearest(other).stat().st_dev
 
 
 def bytes_on_disk(path: Path) -> int:
@@ -166,12 +172,24 @@ def umask() -> int:
 
 
 def remove(*paths: Path) -> None:
-    """Remove files and folders, where they are there; of a link the link alone."""
+    """Remove files and folders, where they are there; of a link the link alone. Folders of this user's own may be
+    read-only."""
     for path in paths:
         if path.is_dir() and not path.is_symlink():
+            _let_owner_empty(path)
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def _let_owner_empty(folder: Path) -> None:
+    """Of what is in it, and in the folders in it, as far as they are this user's: nothing goes from a read-only one."""
+    found = folder.stat()
+    if found.st_uid == os.geteuid():
+        folder.chmod(found.st_mode | stat.S_IRWXU)
+    for inner in folder.iterdir():
+        if inner.is_dir() and not inner.is_symlink():
+            _let_owner_empty(inner)
 
 
 def _sync(path: Path) -> None:

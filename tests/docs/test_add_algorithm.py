@@ -20,6 +20,7 @@ from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
 from tasks.config.presets import PRESETS
 from tasks.config.recipes import load_recipe, parse_changes
+from tasks.run.loss_checks import check_loss
 from tasks.stages.advantage import compute_advantage
 from tests.support.helpers import actor_config, model_config, rollout_request
 
@@ -42,8 +43,10 @@ def users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 @pytest.mark.usefixtures("users_file", "one_rank")
 def test_the_example_trains(tiny_model: Path) -> None:
     """With the page's settings; the second update's loss is the formula at the moved weights."""
-    settings = re.findall(r"--set (\S+)", PAGE.split("## Add an algorithm")[1].split("**Options**")[0])
-    config = load_recipe("flow-grpo", RECIPES).with_changes(parse_changes(settings))
+    section = PAGE.split("## Add an algorithm")[1].split("**Options**")[0]
+    (recipe,) = re.findall(r"-m flows\.train (\S+)", section)
+    config = load_recipe(recipe, RECIPES).with_changes(parse_changes(re.findall(r"--set (\S+)", section)))
+    check_loss(config)
     loss, algo = config.actor_rollout_ref.actor.diffusion_loss, config.actor_rollout_ref.rollout.algo
     assert (loss.options, config.algorithm.adv_options, algo.sde_options) == (
         {"width": 2.0},

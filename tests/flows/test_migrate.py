@@ -61,6 +61,39 @@ def test_several_scripts_are_counted(tmp_path: Path) -> None:
     assert "c.sh cannot be read (No such file" in missing.stderr
 
 
+def test_a_script_that_cannot_be_read_takes_no_other_from_the_count(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text(SCRIPT)
+    (tmp_path / "empty.sh").write_text("echo hello\n")
+    done = run(tmp_path / "empty.sh", tmp_path / "a.sh", tmp_path / "none.sh")
+    assert done.exit_code == 2
+    assert "20 of 21 overrides taken, renamed or explained\n1 of 1 recipes valid as they are" in done.stdout
+    rows = {Path(line.split()[-1]).name: line.split()[:-1] for line in done.stdout.splitlines() if ".sh" in line}
+    assert rows["a.sh"] == ["21", "8", "9", "3", "1", "0", "yes"]
+    assert rows["empty.sh"] == rows["none.sh"] == ["-"] * 7
+    assert "2 of 3 scripts are not counted: " in done.stderr
+    assert "empty.sh holds no override of the form section.field=value" in done.stderr
+    assert "none.sh cannot be read (No such file" in done.stderr
+
+
+def test_words_may_stand_in_arrays_of_several_lines(tmp_path: Path) -> None:
+    """Of both kinds of scripts."""
+    words = SCRIPT[SCRIPT.index("data.train_files") : SCRIPT.index(' "$@"')].replace("\\\n", "\n\n")
+    start = SCRIPT[: SCRIPT.index("CUDA")]
+    (tmp_path / "lines.sh").write_text(SCRIPT)
+    (tmp_path / "array.sh").write_text(
+        f'{start}ARGS=(\n\n{words}\n)\npython3 -m verl_omni.trainer.main_diffusion "${{ARGS[@]}}"\n'
+    )
+    done, plain = run(tmp_path / "array.sh"), run(tmp_path / "lines.sh")
+    assert (done.exit_code, done.stdout) == (0, plain.stdout)
+    (tmp_path / "grpo.py").write_text("def ocr():\n    config.sample.num_steps = 10\n    gpu_number = 8\n")
+    (tmp_path / "grpo.sh").write_text(
+        'ARGS=(\n  --config grpo.py:ocr\n)\naccelerate launch --num_processes=4 train.py "${ARGS[@]}"\n'
+    )
+    told = run(tmp_path / "grpo.sh").stdout
+    assert "pipeline.num_inference_steps=10" in told
+    assert "trainer.n_gpus_per_node=4" in told, "as many as the script starts, not the function's 8"
+
+
 def test_a_recipe_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(SCRIPT)
     for out, reason in (("nowhere/recipe.yaml", "No such file or directory"), (".", "Is a directory")):

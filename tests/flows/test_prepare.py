@@ -38,6 +38,7 @@ PARAMS = Path(__file__).parents[2] / "params.yaml"
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 SMALL = {"images_per_prompt": 2, "height": 16, "width": 32, "steps": 1, "batch_size": 3}
 MODEL = "models/tiny-sd3"
+ENCODE = ("embeddings", "--model", MODEL, "--max-sequence-length", "24")
 
 
 def prepare(*arguments: str, fails: bool = False) -> str:
@@ -184,6 +185,58 @@ def test_options_go_in_place_of_what_the_parameters_say(here: Path, tmp_path: Pa
         assert size(f"{tmp_path}/{dtype}.parquet") == (16, 32)
         scores.append(pd.read_parquet(tmp_path / f"{dtype}.parquet")["score"].tolist())
     assert scores[0] != scores[1]
+
+
+@pytest.fixture
+def signs(copied: Path) -> Path:
+    """A data set of its own beside `digits`, with other prompts and no embeddings yet."""
+    (copied / "data" / "raw" / "signs.txt").write_text("a sign that says open\na sign that says shut\n")
+    params = yaml.safe_load((copied / "params.yaml").read_text())
+    prompts = {"files": ["data/raw/signs.txt"], "n_test": 0, "n_train": None, "seed": 0, "target_pattern": None}
+    encoding = params["data_sets"]["digits"]["embeddings"] | {"model": MODEL, "max_sequence_length": 24}
+    encoding["adapter"] = "models/families/stable_diffusion_3.py"
+    encoding["splits"] = ["train"]
+    params["data_sets"]["signs"] = {"folder": "data/signs", "prompts": prompts, "embeddings": encoding}
+    (copied / "params.yaml").write_text(yaml.safe_dump(params))
+    prepare("prompts", "signs")
+    return copied
+
+
+@pytest.mark.usefixtures("signs")
+def test_preferences_are_of_a_data_sets_own_prompts_model_and_embeddings() -> None:
+    prepare("embeddings", "signs")
+    assert "data/signs/preferences.parquet: 2 pairs" in prepare("preferences", "signs", "--reward", "brightness")
+    drawn = set(pd.read_parquet("data/signs/preferences.parquet")["prompt"])
+    assert drawn == {"a sign that says open", "a sign that says shut"}
+    given = ("--model", MODEL, "--prompts", "data/signs/prompts.parquet", "--embeddings", "data/signs/embeddings")
+    prepare("preferences", *given, "--reward", "brightness", "--out", "again.parquet")
+    assert Path("again.parquet").read_bytes() == Path("data/signs/preferences.parquet").read_bytes()
+
+
+def test_prompts_that_are_not_encoded_are_told_before_a_model_loads(
+    signs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the command that encodes them."""
+    monkeypatch.setattr("tasks.data.preferences.DiffusersRolloutEngine", None)
+
+    def told(*arguments: str) -> str:
+        return " ".join(prepare("preferences", "signs", "--reward", "brightness", *arguments, fails=True).split())
+
+    lacks = r"data/sd3_embeddings lacks the embedding of 'a sign that says \w+' \(2 in all\): "
+    given = ("--model", MODEL, "--embeddings", "data/sd3_embeddings")
+    command = f"`python -m flows.prepare embeddings signs --model {MODEL} --out data/sd3_embeddings` makes them"
+    assert re.search(lacks + command, told(*given))
+    prepare("embeddings", "signs")
+    table = pd.read_parquet("data/signs/prompts.parquet")
+    table.loc[0, "uid"] = "new"
+    table.to_parquet("data/signs/prompts.parquet", index=False)
+    assert "(1 in all): `dvc repro embeddings@signs` makes them" in told()
+    table["uid"] = ["row-0", "row-1"]
+    table.to_parquet("data/signs/prompts.parquet", index=False)
+    prepare("embeddings", "signs")
+    table.loc[0, "prompt"] = "another text under its uid"
+    table.to_parquet("data/signs/prompts.parquet", index=False)
+    assert "lacks the embedding of 'another text under its uid' (1 in all)" in told()
 
 
 def test_pictures_with_a_transparency_are_those_without(here: Path, tmp_path: Path) -> None:
@@ -448,6 +501,20 @@ def test_a_sweeps_set_whose_table_was_changed_since_is_refused(
     config = for_measuring(offline(), measurement)
     with pytest.raises(ConfigError, match=complaint):
         list(cells(config, check_inputs(offline()), measurement))
+
+
+def test_a_sweeps_set_with_uids_of_its_own_is_of_the_texts_that_were_encoded(copied: Path) -> None:
+    table = pd.read_parquet("data/prompts.parquet")
+    table["uid"] = [f"row-{number}" for number in range(len(table))]
+    table.to_parquet("own.parquet", index=False)
+    prepare(*ENCODE, "--prompts", "own.parquet", "--out", "data/own")
+    entry = {"prompts": "own.parquet", "embeddings": "data/own", "split": "train"}
+    measurement, inputs = Measurement.model_validate({"sets": {"mine": entry}}), check_inputs(offline())
+    assert len(list(cells(offline(), inputs, measurement))) == 1
+    table.loc[table.index[table["split"] == "train"][0], "prompt"] = "another text"
+    table.to_parquet("own.parquet", index=False)
+    with pytest.raises(ConfigError, match=r"data/own has another text under the uid 'row-\d' than own.parquet"):
+        list(cells(offline(), inputs, measurement))
 
 
 def test_data_of_an_older_version_is_taken_with_a_warning(copied: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -270,7 +270,8 @@ def test_an_update_that_left_its_first_step_out_is_not_the_one_whose_ratios_are_
     )
     monkeypatch.setattr(loop, "update", lambda *_: next(updates))
     monkeypatch.setattr(loop, "profiled", lambda *_: nullcontext())
-    monkeypatch.setattr(loop, "say", lambda line: None)
+    said: list[str] = []
+    monkeypatch.setattr(loop, "say", said.append)
     online = SimpleNamespace(rollout=SimpleNamespace(asleep=lambda clock, with_policy: nullcontext()))
     run = run_of({"trainer": {"save_freq": 0}}, inputs=None, online_parts=online)
     monkeypatch.setattr(run, "actor_groups", dict)
@@ -280,6 +281,7 @@ def test_an_update_that_left_its_first_step_out_is_not_the_one_whose_ratios_are_
         with pytest.raises(RatioError):
             loop.update_and_save(run, Iteration(number=2), Stopwatch())
     assert run.iteration == 1, "no checkpoint has the second"
+    assert [line.split(" after ")[0] for line in said] == ["the first update was done"], "once, though it made no step"
 
 
 class Weights:

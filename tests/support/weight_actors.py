@@ -127,6 +127,11 @@ def started(
         yield Actors(trainer, rollout, Canary(rollout.prompt_table(["uid-0", "uid-1"])))
 
 
+def has_model(worker: Any) -> bool:
+    """Has this rollout worker loaded one?"""
+    return worker._engine is not None
+
+
 def spoil(worker: Any, repacks: bool) -> None:
     """Let the last tensor of each bucket come to this worker's engine as another one; `repacks` makes the engine one
     whose own weights cannot be looked at, and spoils them on their way to it."""

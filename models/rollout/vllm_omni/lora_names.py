@@ -9,8 +9,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from models.config.model import LORA_FILE
 from models.rollout.vllm_omni.pipeline import RolloutPipeline
-from models.weights.trainable import ADAPTER_NAME, LORA_FILE
+from models.weights.trainable import ADAPTER_NAME
 
 
 def lora_tensors(pipeline: type[RolloutPipeline], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

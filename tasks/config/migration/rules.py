@@ -23,11 +23,14 @@ from tasks.config.migration.outcome import (
     renamed,
 )
 from tasks.config.presets import ACTOR, CORRECTION, FINISHED_SAMPLES, MODEL, PRESETS, ROLLOUT
+from tasks.config.tree import TrainConfig
 
 ESTIMATORS = ("flow_grpo", "mix_grpo", "dance_grpo", "gdpo")
 """Named here again: the estimators themselves come with torch."""
-MINI_BATCH = 256
-"""Prompts of an optimiser step that their scripts do not say."""
+PROMPTS, MINI_BATCH = 1024, 256
+"""Prompts of an iteration, and of an optimiser step, that their scripts do not say."""
+ITERATIONS = TrainConfig().trainer.total_training_steps
+"""Of a recipe that does not say how many."""
 
 NUMBERS: dict[str, Number] = {
     "trainer.nnodes": Number(1),
@@ -171,9 +174,13 @@ def _schedule(path: str, value: Any, given: Given) -> Outcome:
 
 
 def _updates(given: Given) -> int:
-    """Optimiser steps of an iteration; 1 where the script leaves open how many."""
-    prompts = given.get("data.train_batch_size")
-    return max(prompts // _mini_batch(given), 1) * given.get(f"{ACTOR}.ppo_epochs", 1) if prompts else 1
+    """Optimiser steps of an iteration."""
+    return max(_prompts(given) // _mini_batch(given), 1) * given.get(f"{ACTOR}.ppo_epochs", 1)
+
+
+def _prompts(given: Given) -> Any:
+    """Prompts of an iteration."""
+    return given.get("data.train_batch_size", PROMPTS)
 
 
 def _mini_batch(given: Given) -> Any:
@@ -411,6 +418,16 @@ def _resume(path: str, value: Any, given: Given) -> Outcome:
     return Taken({path: "disable" if value == "disable" else "auto"})
 
 
+def _epochs(path: str, value: Any, given: Given) -> Elsewhere:
+    """How many iterations an epoch has is the number of their prompts, which no override says."""
+    if "trainer.total_training_steps" in given:
+        return Elsewhere("a run is counted in iterations, trainer.total_training_steps")
+    return Elsewhere(
+        f"a run is counted in iterations, of which the recipe has {ITERATIONS}: set trainer.total_training_steps, to "
+        f"{value} x (prompts of the table // {_prompts(given)})"
+    )
+
+
 def _never(path: str, value: Any, given: Given) -> Taken:
     """-1 is never there; 0 is here."""
     return Taken({path: max(value, 0)})
@@ -572,7 +589,7 @@ RULES: dict[str, Rule] = {
     "trainer.log_val_generations": TRACKED,
     "trainer.rollout_data_dir": TRACKED,
     "trainer.validation_data_dir": TRACKED,
-    "trainer.total_epochs": Elsewhere("a run is counted in iterations, trainer.total_training_steps"),
+    "trainer.total_epochs": _epochs,
     "trainer.resume_mode": _resume,
     "trainer.resume_from_path": Elsewhere("a run goes on in its own folder, trainer.default_local_dir"),
     "trainer.save_freq": _never,
@@ -603,6 +620,7 @@ SECTIONS: dict[str, Rule] = {
 
 DEFAULTS: dict[str, Any] = {
     # What a script leaves out is VeRL-Omni's default, where it is not ours; docs/defaults.md says why ours differs.
+    "data.train_batch_size": PROMPTS,
     f"{MODEL}.dtype": "bfloat16",  # of their rollout, and of their update's passes
     f"{ROLLOUT}.n": 1,
     f"{ROLLOUT}.algo.noise_level": 1.0,

@@ -28,7 +28,9 @@ OTHER = re.compile(
 """A word that is no override of one field, but says something of the settings: of a group, or that a field is gone."""
 GROUP = re.compile(r"^\+{0,2}[A-Za-z_][\w.]*[/@][\w./@-]*=|^~[A-Za-z_][\w.]*(?:=|$)|^--config-(?:name|path|dir)\b")
 """Such a word as no shell variable is written."""
-ARRAY = re.compile(r"^\s*(?:(?:declare|local|readonly)\s+(?:-\w+\s+)*)?[A-Za-z_]\w*\+?=\((?P<rest>.*)$", re.DOTALL)
+ARRAY = re.compile(
+    r"^\s*(?:(?:declare|local|readonly)\s+(?:-\w+\s+)*)?(?P<name>[A-Za-z_]\w*)\+?=\((?P<rest>.*)$", re.DOTALL
+)
 """Words for a later command; it goes on until its bracket closes."""
 FLAG = re.compile(r"^(?P<path>--?[A-Za-z][\w-]*)(?:=(?P<value>.*))?$", re.DOTALL)
 THEIRS = re.compile(r"^verl(?:_omni)?\.")
@@ -85,9 +87,9 @@ def read_overrides(text: str, source: str = "the script") -> list[Override]:
         ConfigError: there is none, a line with one cannot be read, or they are several runs'.
     """
     found, runs = dict[str, Override](), list[list[str]]()
-    for command, in_array in commands(text, source):
-        found |= {override.path: override for override in _overrides(command, start=0 if in_array else None)}
-        if not in_array and _starts_run(command) and command not in runs:
+    for command, array in commands(text, source):
+        found |= {override.path: override for override in _overrides(command, start=0 if array else None)}
+        if not array and _starts_run(command) and command not in runs:
             runs.append(command)
     if len(runs) > 1:
         raise ConfigError(f"{source} starts {len(runs)} runs, whose overrides would be mixed: give one of them")
@@ -98,19 +100,20 @@ def read_overrides(text: str, source: str = "the script") -> list[Override]:
     return list(found.values())
 
 
-def commands(text: str, source: str) -> Iterator[tuple[list[str], bool]]:
-    """The words of each command of a script that does more than give variables values, and whether they are an array's.
+def commands(text: str, source: str) -> Iterator[tuple[list[str], str]]:
+    """The words of each command of a script that does more than give variables values, and of each line of an array,
+    with the array's name, which is empty for a command. None of them is without words.
 
     Raises:
         ConfigError: a line with an override cannot be read.
     """
     variables: dict[str, str] = {}
-    for number, line, in_array in _without_brackets(_lines(text)):
+    for number, line, array in _without_brackets(_lines(text)):
         place = f"{source}, line {number}"
         words = _words(_filled(line, variables, place), place)
-        for command in [words] if in_array else _commands(words):
-            if in_array or not _assigns(command, variables):
-                yield command, in_array
+        for command in [words] if array else _commands(words):
+            if command and (array or not _assigns(command, variables)):
+                yield command, array
 
 
 def _starts_run(words: list[str]) -> bool:
@@ -193,15 +196,15 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
         yield start, whole
 
 
-def _without_brackets(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str, bool]]:
-    """The lines, and whether each is in an array: then without its name and brackets."""
-    in_array = False
+def _without_brackets(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str, str]]:
+    """The lines, and the name of the array that each is in, if it is in one: then without that name and brackets."""
+    array = ""
     for number, line in lines:
-        begins = None if in_array else ARRAY.match(line)
-        in_array, inside = in_array or begins is not None, begins["rest"] if begins else line
-        closes = in_array and inside.count(")") > inside.count("(")
-        yield number, inside.rstrip().removesuffix(")") if closes else inside, in_array
-        in_array = in_array and not closes
+        begins = None if array else ARRAY.match(line)
+        array, inside = (begins["name"], begins["rest"]) if begins else (array, line)
+        closes = bool(array) and inside.count(")") > inside.count("(")
+        yield number, inside.rstrip().removesuffix(")") if closes else inside, array
+        array = "" if closes else array
 
 
 def _words(line: str, place: str) -> list[str]:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from tasks.config.errors import described, field_paths, near
 from tasks.config.migration.outcome import Elsewhere, Given, Outcome, Problem, System, Taken
-from tasks.config.migration.python_config import COMPUTED
+from tasks.config.migration.python_config import CALLED, COMPUTED
 from tasks.config.migration.rewards import untrained
 from tasks.config.migration.rules import VERL_OMNI
 from tasks.config.migration.script import UNFILLED, UNKNOWN, Override
@@ -87,6 +87,8 @@ def _refusal(
     """Why nothing can be made of a value, whatever the rule of its field."""
     if UNKNOWN in str(value) and not _is_path(path):
         return Elsewhere("another program says it: set it yourself")
+    if value is COMPUTED and path.endswith(CALLED):
+        return Elsewhere("it is not read: set what it sets yourself")
     if COMPUTED in str(value):
         return Elsewhere("the file computes it: set it yourself")
     if UNFILLED.search(str(value)) and not _is_path(path):

@@ -423,7 +423,7 @@ def test_what_is_up_at_other_ports_is_not_what_is_asked_for(here: Path, sleeper:
 
 
 def test_nothing_that_was_started_is_not_up(here: Path) -> None:
-    assert run("status") == (1, "")
+    assert run("status") == (1, "nothing was started here: `python -m flows.services up` does\n")
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,10 @@ from models.families.latents import to_uint8
 from models.families.velocity import velocity_field
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.runtime.recomputation import recomputed
-from models.samples.trajectories import PromptTable
+from models.samples.file import read_samples
+from models.samples.trajectories import LATENTS, PICTURES, FinishedLatents, PromptTable, Trajectories
 from models.weights.trainable import make_trainable, trainable
+from tasks.actors.batch_files import write_batch
 from tasks.actors.memory import GpuPeak, measures_gpu_memory, peak_metrics, peaks_since_last_time
 from tasks.config.recipes import load_recipe
 from tasks.config.tree import TrainConfig
@@ -38,6 +40,7 @@ from tasks.run.capacity import (
     check_disk,
     checkpoint_bytes,
     colocated_encoders,
+    kept_rollout_bytes,
     needs,
     samplers_on_a_gpu,
 )
@@ -708,7 +711,8 @@ def test_a_gpu_holds_as_many_workers_as_have_their_whole_share_of_it(share: floa
 
 
 def test_the_checkpoints_that_are_there_are_room_for_the_next(tiny_model: Path, small_disk: Path) -> None:
-    config = run_config(tiny_model, default_local_dir=small_disk, total_training_steps=40, save_freq=10)
+    stored = {"total_training_steps": 40, "save_freq": 10, "keep_stages": False}
+    config = run_config(tiny_model, default_local_dir=small_disk, **stored)
     cost = replace(COST, trained=2**20 // 12 // 4)  # a quarter of the disk
     check_disk(config, cost)
     (folder := config.run_dir / "checkpoints/iter_000020").mkdir(parents=True)
@@ -717,6 +721,83 @@ def test_the_checkpoints_that_are_there_are_room_for_the_next(tiny_model: Path, 
     (small_disk / "another's").write_bytes(bytes(2**18 + 2**17))
     with pytest.raises(DoesNotFit):
         check_disk(config, cost)
+
+
+@pytest.mark.parametrize(
+    ("save_freq", "changes", "number"),
+    [
+        (0, {}, 1000),
+        (400, {}, 400),
+        (400, {"one_step_off_policy": True}, 401),
+        (1, {}, None),
+        (0, {"keep_stages": False}, None),
+        (0, {"total_training_steps": 1}, None),
+    ],
+)
+def test_rollouts_that_are_kept_until_a_late_checkpoint_find_room_or_the_run_is_refused(
+    tiny_model: Path, small_disk: Path, save_freq: int, changes: dict[str, Any], number: int | None
+) -> None:
+    stored = {"total_training_steps": 1000, "save_freq": save_freq} | changes
+    config = run_config(tiny_model, default_local_dir=small_disk, **stored, device="cpu")
+    cost = replace(COST, trained=1000)
+    if number is None:
+        check_disk(config, cost)
+        return
+    said = rf"keep_stages keeps .*, with trainer.save_freq {save_freq}.* for {number} of them, "
+    with pytest.raises(DoesNotFit, match=rf"{said}.*{small_disk}/.*/stages has room"):
+        check_disk(config, cost)
+
+
+def test_the_rollouts_that_are_there_are_room_for_those_that_a_resumed_run_keeps(
+    tiny_model: Path, small_disk: Path
+) -> None:
+    """And those of iterations that a checkpoint has are not kept again."""
+    config = run_config(tiny_model, default_local_dir=small_disk, total_training_steps=1000, save_freq=0)
+    cost, each = replace(COST, trained=1000), kept_rollout_bytes(config)
+    (config.run_dir / "checkpoints/iter_000998").mkdir(parents=True)
+    check_disk(config, cost)
+    (folder := config.run_dir / "stages/rollout/iter_000999").mkdir(parents=True)
+    (folder / "file").write_bytes(bytes(each))
+    (small_disk / "another's").write_bytes(bytes(2**20 - 3 * each))
+    check_disk(config, cost)
+    (folder / "file").rename(small_disk / "another's, too")
+    with pytest.raises(DoesNotFit, match="for 2 of them"):
+        check_disk(config, cost)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "outputs", "recorded"),
+    [
+        ("flow_grpo", {PICTURES}, {"window": (0, 1, 2)}),
+        ("flow_grpo", {LATENTS, PICTURES}, {"window": (0, 1, 2)}),
+        ("diffusion_nft", {LATENTS}, {"window": (), "record_finished": True}),
+    ],
+)
+def test_a_kept_rollout_takes_what_was_counted_and_its_prompts(
+    tiny_model: Path, tmp_path: Path, algorithm: str, outputs: set[str], recorded: dict[str, Any]
+) -> None:
+    rewards = {PICTURES: "brightness", LATENTS: f"{__name__}:of_latents"}
+    changes = {
+        "algorithm": {"name": algorithm},
+        "actor_rollout_ref": {"rollout": {"pipeline": {"num_inference_steps": 4}}},
+        "reward": {"functions": {f"of_{kind}": {"reward": rewards[kind]} for kind in outputs}},
+    }
+    config = run_config(tiny_model, total_training_steps=1).with_changes(changes)
+    request = replace(rollout_request(4, (5, 3, 4, 2), **recorded), outputs=frozenset(outputs))
+    made = DiffusersRolloutEngine(model_config(tiny_model)).produce(request)
+    assert made.recorded is not None
+    pictures, latents = (None if tensor is None else tensor.numpy() for tensor in (made.pictures, made.latents))
+    write_batch(tmp_path / "batch", made.recorded, pictures, latents, made.finite.numpy())
+    samples, written = read_samples(tmp_path / "batch")
+    assert isinstance(samples, Trajectories | FinishedLatents)
+    assert kept_rollout_bytes(config) == sum(t.nbytes for t in (samples.latents, *(written[kind] for kind in outputs)))
+
+
+def of_latents(batch: Any, prompts: Any) -> Any:
+    """A reward that is never asked."""
+
+
+of_latents.wants = "latents"  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow  # all sixty blocks; the sentence and a measured size are quick: the tests above

@@ -123,3 +123,19 @@ def test_full_weights_are_exported_without_what_lies_beside(tmp_path: Path) -> N
     assert {path.name for path in (tmp_path / "weights").iterdir()} == texts | named
     assert not [*(tmp_path / "weights").rglob("*fp16*")]
     assert DiffusionPipeline.from_pretrained(tmp_path / "weights").transformer.config.num_layers == 3
+
+
+def test_full_weights_are_exported_from_a_read_only_model(tiny_model: Path, tmp_path: Path) -> None:
+    """As a folder that a group shares is; root may write there anyway, so the modes are looked at."""
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    for path in (base, *base.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    config = model_config(base)
+    adapter = DiffusionModelBase.get_class(config)
+    module = adapter.load_transformer(config, torch.float32)
+    make_trainable(adapter, module, config)
+    export_weights(adapter, config, trainable(module), tmp_path / "weights")
+    folders = [tmp_path / "weights", *(path for path in (tmp_path / "weights").rglob("*") if path.is_dir())]
+    assert {path.name for path in folders} >= {"weights", "transformer", "vae", "scheduler"}
+    assert {path.name: oct(path.stat().st_mode) for path in folders if path.stat().st_mode & 0o700 != 0o700} == {}
+    assert base.stat().st_mode & 0o777 == 0o555

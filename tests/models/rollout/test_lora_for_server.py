@@ -12,9 +12,10 @@ from torch import Tensor
 
 from benchmarks.served_lora import draw_lora
 from flows.lora_for_server import convert
+from models.config.model import LORA_FILE
 from models.families.qwen_image import QwenImage
 from models.rollout.vllm_omni.lora_names import packed
-from models.weights.trainable import LORA_FILE, export_weights, make_trainable, trainable
+from models.weights.trainable import export_weights, make_trainable, trainable
 from tasks.config.errors import ConfigError
 from tests.support.helpers import model_config
 from tests.support.tiny_models import FAMILIES

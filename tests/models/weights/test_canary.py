@@ -347,3 +347,17 @@ def test_weights_that_differ_are_named() -> None:
         check_digests(both, digests_of(held | {"other": weights["w0"]}), 3)
     with pytest.raises(WeightSyncError, match=r"1 of 6 tensors .* \['w0'\]"):
         check_digests(both, digests_of(held | {"w0": weights["w0"].double()}), 3)
+
+
+def test_velocities_of_nothing_are_equal_and_one_that_is_not_finite_is_named() -> None:
+    """A network whose last layer is new says 0 everywhere: 0 / 0 is no failed sync."""
+    nothing, something = torch.zeros(3, 2, 4), torch.ones(3, 2, 4)
+    assert check_canary(nothing, nothing.clone(), 0, tolerance=0.0) == 0.0
+    with pytest.raises(WeightSyncError, match="differs from the trainer's by inf"):
+        check_canary(nothing, something, 0, tolerance=0.5)
+    for trainer, rollout, whose in (
+        (something * torch.nan, something, "trainer's"),
+        (something, nothing / 0, "rollout"),
+    ):
+        with pytest.raises(WeightSyncError, match=rf"version 4 the {whose}.* velocity is not finite: look at the"):
+            check_canary(trainer, rollout, 4, tolerance=0.5)

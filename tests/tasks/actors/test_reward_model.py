@@ -25,6 +25,7 @@ from tasks.actors.reward_group import RewardGroup
 from tasks.actors.reward_model import RewardModel, check_reward_model, served_reward_model
 from tasks.actors.reward_model_server import GUARD, RewardModelError, RewardModelServer, server_command
 from tasks.actors.rollout_group import PendingBatch
+from tasks.actors.server_log import MOST_BYTES, READ_BYTES
 from tasks.config.errors import ConfigError
 from tasks.config.reward import RewardConfig, RewardModelConfig
 from tasks.config.trainer import RayConfig
@@ -161,6 +162,17 @@ def test_a_judge_of_validations_alone_sleeps_while_the_run_trains(cluster: None,
         found = group.table(shards, group.submit(shards, training=False))
         assert found.by_reward["judge_grade"].tolist() == [0, 0.25, 0.5, 0.75]
         assert journal(tmp_path) == [*asleep, "/wake_up", "/sleep?level=1&mode=wait"]
+
+
+def test_the_log_of_a_judge_that_lives_long_is_cut_as_it_is_asked(cluster: None, tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    with served_reward_model(settings) as model:
+        group, shards = RewardGroup(settings, model), batches()
+        model.wait()
+        log = Path(f"/proc/{processes(tmp_path)[0].pid}/fd/1")
+        os.truncate(log, MOST_BYTES + 1)
+        assert group.table(shards, group.submit(shards, training=True)).rewards.tolist() == [0, 0.25, 0.5, 0.75]
+        assert READ_BYTES <= log.stat().st_size < 2 * READ_BYTES
 
 
 @pytest.mark.parametrize("order", ["/sleep", "/wake_up"])

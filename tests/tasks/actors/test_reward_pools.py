@@ -442,6 +442,22 @@ def test_a_call_whose_tries_ended_differently_says_how_each_did(cluster: None, t
     assert errors.str.contains(r"^its worker died once \(.+\), and it hung once, .*\.timeout_s 1 s$").all()
 
 
+def test_a_call_that_returned_or_raised_leaves_no_note(cluster: None, tmp_path: Path) -> None:
+    """A run's workers have millions of calls; what tells of a process that ended in one stays."""
+    (tmp_path / "raises").mkdir()
+    raises = {"options": {"folder": str(tmp_path / "raises"), "attempts": 2}, "retries": 2}
+    group = RewardGroup(config(dies_once={"options": {"folder": str(tmp_path)}}, fails_before=raises))
+    shards, logs = batches(), Path(ray._private.worker._global_node.get_logs_dir_path())
+    for _ in range(3):
+        group.table(shards, group.submit(shards, training=True))
+    noted = {}
+    for name, pool in group.pools.items():
+        (worker,) = pool.group.actors
+        ray.get(worker.ends.remote("any"))  # the call before has ended
+        noted[name] = (logs / f"calls-{worker._actor_id.hex()}.txt").read_text().splitlines()
+    assert {name: len(lines) for name, lines in noted.items()} == {"dies_once": 1, "fails_before": 0}
+
+
 def test_where_no_end_is_known_it_is_told_that_it_was_one_of_them() -> None:
     """As where the worker's machine was lost, or no worker was there to ask within half a minute."""
     settings = config(brightness={"retries": 1, "timeout_s": 7}).functions["brightness"]

@@ -38,7 +38,8 @@ class Engine:
 
 def test_the_seconds_of_batches_that_are_in_hand_together_are_counted_once() -> None:
     worker: Any = RolloutWorker.__new__(RolloutWorker)
-    worker.engine, worker._loading, worker._sampled_until = Engine(), threading.Lock(), 0.0
+    worker._engine, worker._making, worker._loading = Engine(), threading.Lock(), threading.Lock()
+    worker._sampled_until = 0.0
     start = time.perf_counter()
     with ThreadPoolExecutor(2) as threads:
         calls = [threads.submit(worker.generate, rollout_request(), None, None) for _ in range(6)]

@@ -2,10 +2,11 @@
 """What an error says of a server's log."""
 
 import os
+import subprocess
 
 import pytest
 
-from tasks.actors.server_log import READ_BYTES, ServerLog
+from tasks.actors.server_log import MOST_BYTES, READ_BYTES, ServerLog
 
 OF_THE_ENGINE = "(EngineCore pid=7) ERROR 11-26 17:15:07 [core.py:1366] "
 OF_THE_SERVER = "(APIServer pid=5) "
@@ -67,3 +68,20 @@ def test_what_is_kept_and_told_has_no_secret(capfd: pytest.CaptureFixture[str]) 
     assert "first" in kept
     assert "key ***" in kept
     assert "aBc" not in kept + log.reason()
+
+
+def test_a_long_log_is_cut_to_its_end_and_the_server_writes_on() -> None:
+    """A server that has the descriptor already; a hole before its next line would be read as the log's end."""
+    log = ServerLog("none")
+    lines = f"yes 200 OK | head -c {MOST_BYTES}; echo; echo ValueError: before; read _; echo ValueError: after"
+    server = subprocess.Popen(["sh", "-c", lines], stdout=log.descriptor, stdin=subprocess.PIPE)
+    while "before" not in log.reason():
+        assert server.poll() is None
+    log.trim()
+    assert os.fstat(log.descriptor).st_size == READ_BYTES
+    server.communicate(b"\n")
+    size = os.fstat(log.descriptor).st_size
+    assert size == READ_BYTES + len("ValueError: after\n")
+    assert log.reason().startswith("the errors in its log: ValueError: before | ValueError: after; ")
+    log.trim()
+    assert os.fstat(log.descriptor).st_size == size, "one that is short stays as it is"

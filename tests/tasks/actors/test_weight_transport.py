@@ -25,11 +25,13 @@ from models.weights.canary import Canary, CanaryLimits
 from models.weights.trainable import TrainableLoad, WeightSyncError
 from tasks.actors.messages import CanaryAnswer, GatheredWeights, HeldByTrainer, Proof, ask
 from tasks.actors.rollout_group import RolloutGroup
-from tasks.actors.rollout_worker import copied_by
+from tasks.actors.rollout_worker import RolloutWorker, copied_by
 from tasks.actors.router import Router
 from tasks.actors.weight_transport import Arrival, Courier, Parcel, Route
+from tasks.config.rollout import DiffusionRolloutConfig
 from tasks.config.tree import TrainConfig
 from tasks.system.stopwatch import Stopwatch
+from tests.support.helpers import model_config, rollout_request
 from tests.support.processes import pid_of
 from tests.support.weight_actors import (
     BUCKET,
@@ -42,6 +44,7 @@ from tests.support.weight_actors import (
     at_once,
     fail_at,
     fail_no_more,
+    has_model,
     hold_any,
     leave_a_mark,
     meet_when_sampling,
@@ -211,6 +214,29 @@ def test_a_worker_that_slept_without_the_weights_asks_for_them_before_it_samples
     assert np.array_equal(pictures(group), before)
     times = 0 if with_policy else len(group.group)
     assert ranks.call_all("__ray_call__", asked_for) == [["policy"] * times] * len(ranks)
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_a_worker_that_dies_asleep_loads_no_model_before_it_is_woken(
+    actors: Actors, one_block_model: Path, sleeps: bool
+) -> None:
+    """Ray starts it again in the middle of the update, whose memory is the trainer's."""
+    settings = DiffusionRolloutConfig(placement="colocated", enable_sleep_mode=sleeps)
+    worker = (
+        ray.remote(RolloutWorker)
+        .options(num_cpus=0, max_restarts=2, max_task_retries=-1)
+        .remote(model_config(one_block_model), settings, "cpu")
+    )
+    assert ray.get(worker.__ray_call__.remote(has_model))
+    ray.get(worker.sleep.remote())
+    kill(worker)
+    assert ray.get(worker.__ray_call__.remote(has_model)) is not sleeps
+    ray.get(worker.sleep.remote(with_policy=False))
+    ray.get(worker.wake.remote())
+    assert ray.get(worker.__ray_call__.remote(has_model))
+    kill(worker)  # awake: what is asked for next needs the model
+    sampled = worker.generate.remote(rollout_request(), None, None)
+    assert ray.get(sampled).finite.all()
 
 
 def test_a_worker_takes_no_weights_that_the_trainer_holds_no_more(actors: Actors) -> None:

@@ -24,7 +24,7 @@ from typer.testing import CliRunner, Result
 
 from flows import lora_for_server, prepare, services
 from models.algorithms import advantages
-from models.weights.trainable import LORA_FILE
+from models.config.model import LORA_FILE
 from tasks.actors import ray_address
 from tasks.actors.cluster import ClusterError
 from tasks.cli import commands
@@ -130,7 +130,11 @@ def refused(command: Callable[..., None], *arguments: str) -> str:
         ),
         ([SET, "tracking.uri=file:mlruns"], "tracking.uri, .*, is file:mlruns, which MLflow takes for a folder"),
         ([SET, "tracking.uri=foo://bar"], "tracking.uri, .*, is foo://bar, and MLflow knows no foo: give a database"),
-        ([SET, "reward.functions={ocrr: {}}"], "no reward 'ocrr'; known are "),
+        (
+            [SET, "actor_rollout_ref.model.initial_weights=data"],
+            "initial_weights is data, which holds neither pytorch_lora_weights.safetensors nor transformer/: give the",
+        ),
+        ([SET, "reward.functions={ocrr: {}}"], "no reward 'ocrr'; did you mean ocr?; known are "),
         (
             [SET, "actor_rollout_ref.model.path=none"],
             "actor_rollout_ref.model.path is none, but none/model_index.json does not",
@@ -204,6 +208,7 @@ def test_a_broken_recipe_is_named_with_its_file(folder: Path) -> None:
     ("command", "arguments", "message"),
     [
         (commands.validate, ["--weights", "no"], "--weights is no, which is not a folder"),
+        (commands.validate, ["--weights", "data"], "--weights is data, which holds neither pytorch_lora_weights"),
         (
             commands.validate,
             [SET, "actor_rollout_ref.actor.teacher_path=~/teacher"],
@@ -447,7 +452,7 @@ def with_stages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("reward.functions={ocrr: {}}", "there is no reward 'ocrr'; known are "),
+        ("reward.functions={ocrr: {}}", "there is no reward 'ocrr'; did you mean ocr?; known are "),
         ("reward.functions={ocr: {options: {upscal: 2}}}", "reward 'ocr': got an unexpected keyword argument 'upscal'"),
         ("trainer.default_local_dir=/proc/runs", "trainer.default_local_dir is /proc/runs, where nothing can be"),
         ("data.prompts=~/prompts.parquet", "data.prompts is ~/prompts.parquet, where ~ is no home folder"),

@@ -93,6 +93,9 @@ def endless():
 """
 
 
+STEPS = {"sample.num_steps": 25}
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     (tmp_path / "base.py").write_text(BASE)
@@ -235,6 +238,12 @@ def test_a_command_names_its_configuration() -> None:
             Start("c/nft.py", "ocr", 8, {"train.ema": True, "a.b": 1e-5}),
         ),
         ("CFG=c/grpo.py:ocr\nlaunch --num_processes $N t.py --config $CFG", Start("c/grpo.py", "ocr", "$N")),
+        (
+            "ARGS=(\n  --config c/grpo.py:ocr\n\n  --config.seed=3 # three\n)\nALL=(--num_processes=4)\n"
+            'RUN=(launch "${ALL[@]}" t.py)\necho "${ARGS[@]}"\n"${RUN[@]}" ${ARGS[*]} "${NONE[@]}"',
+            Start("c/grpo.py", "ocr", 4, {"seed": 3}),
+        ),
+        ('A=(\n)\nB=(--config b.py:two)\n"${A[@]}"\nrun --config a.py:one', Start("a.py", "one")),
     ],
 )
 def test_what_the_command_says_itself_is_read(command: str, start: Start) -> None:
@@ -248,8 +257,11 @@ def test_a_setting_of_the_command_goes_before_the_functions(file: Path) -> None:
 
 
 def test_a_script_of_several_runs_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"starts 2 runs \(a.py:one, a.py:two\): give one of them"):
-        named_by("python t.py --config a.py:one\npython t.py --config a.py:two\npython t.py --config a.py:one")
+    lines = "python t.py --config a.py:one\npython t.py --config a.py:two\npython t.py --config a.py:one"
+    arrays = 'A=(--config a.py:one)\nB=(--config a.py:two)\npython t.py "${A[@]}"\npython t.py "${B[@]}"'
+    for script in (lines, arrays):
+        with pytest.raises(ConfigError, match=r"starts 2 runs \(a.py:one, a.py:two\): give one of them"):
+            named_by(script)
 
 
 @pytest.mark.parametrize(
@@ -266,12 +278,35 @@ def test_a_script_of_several_runs_is_refused() -> None:
         ("setattr()\n    setattr(config)\n    config.seed = 3", {"seed": 3}),
         ("steps = 0\n    config.sample.num_steps = steps or 10", {"sample.num_steps": 10}),
         ("config.train.beta = +0.5", {"train.beta": 0.5}),
-        ("config.reward_fn = {**config.reward_fn}", {"reward_fn": {COMPUTED: {"a": 1.0}}}),
+        ("config.reward_fn = {**config.reward_fn, 'b': 2.0}", {"reward_fn": {"a": 1.0, "b": 2.0}}),
+        ("config.reward_fn = {**more}", {"reward_fn": {COMPUTED: COMPUTED}}),
         ("config.sample.update(more)", {"sample.update": COMPUTED}),
         ("del config.seed", {"seed": COMPUTED}),
+        ("config.sample = ml.ConfigDict(dict(num_steps=25, inner={'a': 1}))", {**STEPS, "sample.inner.a": 1}),
+        ("config.sample = ml.ConfigDict({'num_steps': 25}, type_safe=False)", {**STEPS, "sample.type_safe": None}),
+        ("config.sample = ml.ConfigDict(initial_dictionary={'num_steps': 25})", STEPS),
+        ("config.sample = ConfigDict(num_steps=25)", STEPS),
+        ("config.sample = part = ConfigDict()\n    part.num_steps = 25", STEPS),
+        ("part = ConfigDict(num_steps=2)\n    config.sample = part\n    part.num_steps = 25", STEPS),
+        ("config.train = ConfigDict({'a': 1, 'b': ConfigDict(c=2)})", {"train.a": 1, "train.b.c": 2}),
+        ("config.sample = ConfigDict(made_elsewhere())", {"sample": COMPUTED}),
+        ("config.sample = ConfigDict({**more, 'num_steps': 25})", {"sample": COMPUTED, "sample.num_steps": None}),
+        ("config.sample = part = ConfigDict(more)\n    part.num_steps = 25", {"sample": COMPUTED, **STEPS}),
+        ("config.sample = dict(num_steps=25, more=dict(a=1))", {**STEPS, "sample.more.a": 1}),
+        ("config.sample.old = 1\n    config.sample = ConfigDict(num_steps=25)", {**STEPS, "sample.old": None}),
+        ("config.sample.old = 1\n    config.sample = more", {"sample": COMPUTED, "sample.old": COMPUTED}),
+        ("config.reward_fn = ConfigDict(dict(b=2.0))", {"reward_fn": {"b": 2.0}}),
+        ("config.reward_fn = dict(config.reward_fn, b=2.0)", {"reward_fn": {"a": 1.0, "b": 2.0}}),
+        ("config.reward_fn = dict(more, b=2.0)", {"reward_fn": COMPUTED}),
+        (
+            "config.update({'sample': {'num_steps': 25}, 'reward_fn': {'b': 2}})",
+            {**STEPS, "reward_fn": {"a": 1, "b": 2}},
+        ),
+        ("config.update(ConfigDict(sample=dict(num_steps=25)))", STEPS),
     ],
 )
 def test_whatever_way_a_setting_is_made_it_is_read_or_told(lines: str, found: dict[str, Any], tmp_path: Path) -> None:
+    """None stands for a path that nothing sets."""
     before = "config.seed = 1\n    config.reward_fn = {'a': 1.0}\n    config.sample = ml_collections.ConfigDict()\n"
     (tmp_path / "run.py").write_text(
         f"def shared(config):\n    config.sample.num_steps = 10\n\n"
@@ -279,6 +314,109 @@ def test_whatever_way_a_setting_is_made_it_is_read_or_told(lines: str, found: di
     )
     made = {one.path: one.value for one in read_config(tmp_path / "run.py", "run")}
     assert {path: made.get(path) for path in found} == found
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "match 3:\n        case 3: config.sample.a = 5",
+        "def g(c): c.a = 9\n    g(config.sample)",
+        "def g(): config.sample.a = 9\n    config.sample.a = 1\n    g()",
+        "def g(c):\n        c.a = 9\n        g(c)\n    config.sample.a = 1\n    g(config.sample)",
+        "imported(config)",
+        "other.imported(0, given=config.sample)",
+        "sample = config.sample\n    imported([sample])",
+        "assert imported(config)",
+        "done = [imported(part) for part in (config.sample, config.train)]",
+        "for part in (config.sample, config.train):\n        part.a = 5",
+        "for one in others:\n        part = config.sample\n        part.a = 5",
+        "with opened() as file:\n        shared(config)",
+        "if more:\n        shared(config.sample)",
+        "if config.unset:\n        config.sample.a = 5",
+        "config.sample[more] = 5",
+        "setattr(config.sample, more, 5)",
+        "config.sample.update(more)",
+        "config.sample.update({**more})",
+        "config = imported(config)\n    config.seed = 3",
+        "config = imported()\n    config.seed = 3",
+    ],
+)
+def test_what_is_not_known_to_be_set_is_no_longer_known(lines: str, tmp_path: Path) -> None:
+    """A value of before would be taken for the run's."""
+    (tmp_path / "run.py").write_text(
+        "def shared(config):\n    config.a = 10\n\ndef run():\n    config.sample = ConfigDict()\n"
+        f"    config.train = ConfigDict()\n    config.sample.a = 1\n    config.seed = 3\n    {lines}\n"
+    )
+    made = {one.path: one.value for one in read_config(tmp_path / "run.py", "run")}
+    assert made["sample.a"] == COMPUTED
+    if lines.startswith("config = "):
+        assert made["seed"] == 3, "what is set later is known, whatever the function made"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "print(config, config.sample.keys())",
+        "config.lock()",
+        "path = os.path.join(config.sample.folder, 'x')",
+        "text = f'{config.sample} {config.sample.a}'",
+        "import os as config",
+        "n: int",
+        "def g(c): return c.a",
+    ],
+)
+def test_what_only_reads_a_config_leaves_it_known(lines: str, tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(
+        "def run():\n    config.sample = ConfigDict()\n    config.sample.a = 1\n    n = 2\n"
+        f"    {lines}\n    config.b = n\n"
+    )
+    found = {one.path: one.value for one in read_config(tmp_path / "run.py", "run")}
+    assert found == {"sample.a": 1, "b": 2}
+
+
+@pytest.mark.parametrize(
+    ("lines", "value"),
+    [
+        ("rewards['b'] = 2.0", {"a": 1.0, "b": 2.0}),
+        ("rewards[more] = 2.0", COMPUTED),
+        ("rewards.update(b=2.0)", COMPUTED),
+        ("rewards.get('a')", {"a": 1.0}),
+    ],
+)
+def test_a_mapping_that_is_made_first_is_the_one_of_then(lines: str, value: Any, tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(
+        f"def run():\n    rewards = {{'a': 1.0}}\n    {lines}\n    config.reward_fn = rewards\n"
+    )
+    assert {one.path: one.value for one in read_config(tmp_path / "run.py", "run")} == {"reward_fn": value}
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("def run():\n    return ConfigDict(dict(seed=3, sample=dict(a=1)))", {"seed": 3, "sample.a": 1}),
+        ("def run():\n    return dict(seed=3, reward_fn=dict(a=1))", {"seed": 3, "reward_fn": {"a": 1}}),
+        (
+            "def part():\n    own = ConfigDict()\n    own.a = 1\n    return own\n\n"
+            "def run(x=0):\n    made = ConfigDict()\n    made.sample = part()\n    return made",
+            {"sample.a": 1},
+        ),
+        (
+            "def run():\n    made = ConfigDict(more)\n    made.a = 1\n    return made",
+            {"a": 1, "ConfigDict(...)": COMPUTED},
+        ),
+        ("def shared(config):\n    config.a = 1\n\nshared(config)", {"a": 1}),
+        ("import other\nother.shared(config)\nconfig.a = 1", {"a": 1, "other.shared(...)": COMPUTED}),
+    ],
+)
+def test_a_config_of_another_make_is_read_too(text: str, found: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(text)
+    name = "run" if "def run" in text else None
+    assert {one.path: one.value for one in read_config(tmp_path / "run.py", name)} == found
+
+
+def test_a_call_that_may_have_set_anything_has_a_line_of_its_own() -> None:
+    (line,) = translate([Override("imported(...)", COMPUTED)], FLOW_GRPO).lines
+    assert (line.kind, line.text) == ("explained", "it is not read: set what it sets yourself")
 
 
 @pytest.mark.parametrize("value", ODD, ids=repr)
@@ -313,5 +451,5 @@ def test_a_list_that_holds_another_twice_which_holds_one_twice_is_not_written_ou
     """2^20 values would be, and with twice as many lines nothing would come back."""
     (tmp_path / "config.py").write_text(DOUBLING)
     read = {override.path: override.value for override in read_config(tmp_path / "config.py", "get_config")}
-    assert read.keys() == {"a", "b"}
+    assert read.keys() == {"a", "b.n"}
     assert len(str(read)) < 10_000

@@ -255,7 +255,7 @@ def test_defaults_that_differ_come_along() -> None:
     }
     page = (Path(__file__).parents[3] / "docs/defaults.md").read_text()
     rows = re.findall(r"^\| `([\w.]+)` \| `[^`]*` \| `([^`]+)`", page, re.MULTILINE)
-    config = flat(made("data.train_batch_size=8\nactor_rollout_ref.actor.use_kl_loss=True").config)
+    config = flat(made("actor_rollout_ref.actor.use_kl_loss=True").config)
     assert len(rows) > 15
     for path, theirs in rows:
         if path in meant_otherwise:
@@ -495,6 +495,28 @@ def test_what_is_counted_in_iterations_there_is_told_or_counted_in_optimiser_ste
     again = f"{RUN}{UPDATES}{NFT}{ACTOR}.ppo_epochs=2\n"
     assert flat(made(f"{again}{warm_up}=20").config)[warm_up] == 80
     assert flat(made(f"{again}trainer.total_training_steps=19\n{warm_up}_ratio=0.1").config)[warm_up] == 4
+
+
+def test_a_script_that_is_silent_about_its_prompts_means_theirs() -> None:
+    """1,024 in an iteration, of which 256 are an optimiser step."""
+    warm_up = f"{ACTOR}.optim.lr_warmup_steps"
+    silent = made(f"{ROLLOUT}.n=16\n{warm_up}=20")
+    assert silent.problem is None
+    found = flat(silent.config)
+    assert (found["data.train_batch_size"], found[f"{ACTOR}.ppo_mini_batch_size"], found[warm_up]) == (1024, 256, 80)
+    assert flat(made(f"{RUN}{warm_up}=20").config)["data.train_batch_size"] == 256
+
+
+def test_epochs_without_a_number_of_iterations_are_told_apart_from_the_recipes() -> None:
+    path, steps = "trainer.total_epochs", "trainer.total_training_steps"
+    for given in ("", f"{steps}=null\n", f"{steps}=$OUTSIDE\n"):
+        one = made(f"{RUN}{given}{path}=15")
+        assert line_of(one, path) == (
+            f"explained {path}=15: a run is counted in iterations, of which the recipe has 100: set {steps}, to 15 x "
+            "(prompts of the table // 256)"
+        )
+        assert TrainConfig.model_validate(one.config).trainer.total_training_steps == 100
+    assert line_of(made(f"{RUN}{steps}=20\n{path}=15"), path).endswith("counted in iterations, " + steps)
 
 
 def test_a_run_that_is_not_to_go_on_does_not() -> None:

@@ -4,6 +4,7 @@
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +326,23 @@ def test_embeddings_are_sharded_and_their_bytes_repeat(tmp_path):
     names = sorted(path.name for path in first.iterdir())
     assert names == [*(f"embeddings-0000{i}-of-00003.safetensors" for i in range(3)), "index.json"]
     assert all((first / name).read_bytes() == (second / name).read_bytes() for name in names)
+
+
+def test_a_uid_of_ones_own_is_known_with_the_text_that_was_encoded(tmp_path):
+    """And the index of prompts that are named by their texts is what it was before."""
+    own, named = Prompt("row-17", "a red cup", None, {}, "p.txt:1"), prompts_named("blue")[0]
+    folder = stored(tmp_path / "own", [own, named])
+    assert json.loads((folder / "index.json").read_text())["text_digests"] == {"row-17": prompt_uid("a red cup")}
+    embeddings = PromptEmbeddings.open(folder)
+    assert embeddings.has_text_of(own)
+    assert embeddings.has_text_of(named)
+    assert embeddings.has_text_of(replace(own, prompt="a green cup")) is False
+    assert embeddings.has_text_of(replace(named, prompt="green")) is False
+    folder = stored(tmp_path / "named", [named])
+    assert "text_digests" not in json.loads((folder / "index.json").read_text())
+    embeddings = PromptEmbeddings.open(folder)
+    assert embeddings.has_text_of(named)
+    assert embeddings.has_text_of(own) is None, "as of an index that was written before it had digests of texts"
 
 
 def test_a_missing_embedding_is_named(tmp_path):

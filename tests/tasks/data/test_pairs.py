@@ -17,9 +17,10 @@ from PIL import ExifTags, Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from models.config.model import LORA_FILE
 from models.families.qwen_image import QwenImage
 from models.schedulers.noise_keys import NoiseKey
-from models.weights.trainable import LORA_FILE, export_weights, make_trainable, trainable
+from models.weights.trainable import export_weights, make_trainable, trainable
 from tasks.config.errors import ConfigError
 from tasks.config.recipes import parse_changes
 from tasks.config.tree import TrainConfig
@@ -371,6 +372,48 @@ def test_a_text_that_was_changed_under_its_uid_is_refused(stored: Path, tiny_mod
     table.to_parquet(stored / "prompts.parquet", index=False)
     with pytest.raises(ConfigError, match=r"prompts.parquet: the uid '\w{16}' is of another text than 'another text'"):
         check_inputs(offline(stored, tiny_model))
+
+
+def test_a_text_that_was_changed_under_a_uid_of_ones_own_is_refused(stored: Path, tiny_model: Path) -> None:
+    """The uid says nothing of the text, so the index does: `own-0` of another data set is another prompt."""
+    shutil.rmtree(stored / "embeddings")
+    write_prompts(stored, {text: f"own-{number}" for number, text in enumerate((*TEXTS, HELD_OUT))})
+    online = offline(stored, tiny_model, "algorithm.sample_source=online", "data.train_batch_size=2")
+    check_inputs(online)
+    table = pd.read_parquet(stored / "prompts.parquet")
+    table.loc[table["uid"] == "own-0", "prompt"] = "another text"
+    table.to_parquet(stored / "prompts.parquet", index=False)
+    complaint = r"embeddings has another text under the uid 'own-0' than .*prompts.parquet, where it is 'another text' "
+    with pytest.raises(ConfigError, match=complaint + r"\(1 in all\): run `dvc repro embeddings`"):
+        check_inputs(online)
+
+
+def test_a_changed_text_that_pairs_alone_are_of_is_refused(stored: Path, tiny_model: Path) -> None:
+    """Training without rollout reads pairs of any split but test, and their prompts by their text."""
+    shutil.rmtree(stored / "embeddings")
+    write_prompts(stored, {text: f"own-{number}" for number, text in enumerate((*TEXTS, HELD_OUT))})
+    table = pd.read_parquet(stored / "prompts.parquet")
+    table.loc[table["uid"] == "own-0", ["prompt", "split"]] = ["another text", "pretrain"]
+    table.to_parquet(stored / "prompts.parquet", index=False)
+    shutil.rmtree(stored / "pairs")
+    write_five_pairs(stored, ("another text",) * 3)
+    with pytest.raises(ConfigError, match=r"has another text under the uid 'own-0' .*\(1 in all\)"):
+        check_inputs(offline(stored, tiny_model))
+
+
+def test_embeddings_without_digests_of_texts_are_taken_with_one_warning(
+    stored: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.rmtree(stored / "embeddings")
+    write_prompts(stored, {text: f"own-{number}" for number, text in enumerate((*TEXTS, HELD_OUT))})
+    index = stored / "embeddings" / "index.json"
+    record = json.loads(index.read_text())
+    del record["text_digests"], record["index_sha256"]
+    index.write_text(json.dumps(record))
+    caplog.clear()
+    check_inputs(offline(stored, tiny_model))
+    (warned,) = [said for said in caplog.messages if "digests of texts" in said]
+    assert "prompts.parquet has for its 4 uids of your own is not checked; `dvc repro embeddings` makes" in warned
 
 
 @pytest.mark.parametrize(("encoded", "asked"), [(None, "ugly"), ("ugly", None), ("ugly", "uglier"), ("ugly", " ")])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -167,10 +168,48 @@ def test_a_saved_folder_is_read_with_its_columns_renamed(tmp_path: Path) -> None
     assert sorted(found["prompt"]) == ["cup 0", "cup 1", "cup 2", "cup 3"]
     assert set(found["metadata"]) == {"{}"}
     assert (found["split"] == "test").sum() == 1
-    with pytest.raises(DatasetError, match="cups:1: there is no column 'text'; there are caption, word, picture"):
+    with pytest.raises(DatasetError, match=r"cups/data-0.*: there is no column 'text'; there are caption, word, pic"):
         table(raw(folder, columns={"text": "prompt"}))
     with pytest.raises(DatasetError, match="cups:1: the prompt must be a text"):
         table(raw(folder))
+
+
+def captions_beside_what_cannot_be_read() -> list[dict[str, Any]]:
+    """In place of pictures of many GB, a day that Python has no value for: whoever reads it sees an error."""
+    return [{"caption": text, "day": pa.scalar(2**62, pa.timestamp("us"))} for text in ("a cup", "a jug")]
+
+
+@pytest.mark.parametrize("kind", ["p.parquet", "saved"])
+def test_columns_that_an_entry_does_not_name_are_not_read(tmp_path: Path, kind: str) -> None:
+    rows = captions_beside_what_cannot_be_read()
+    if kind == "saved":
+        saved(tmp_path / kind, rows, files=2)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / kind)
+    found = table(raw(tmp_path / kind, columns={"caption": "prompt"}))
+    assert found["prompt"].tolist() == ["a cup", "a jug"]
+    assert set(found["metadata"]) == {"{}"}
+    with pytest.raises(DatasetError, match="is not a readable"):
+        table(raw(tmp_path / kind))
+    with pytest.raises(DatasetError, match=rf"{kind}.*: there is no column 'text'; there are caption, day"):
+        table(raw(tmp_path / kind, columns={"text": "prompt"}))
+
+
+def test_a_column_that_stands_there_twice_is_refused_where_it_is_wanted(tmp_path: Path) -> None:
+    columns = [pa.array([text]) for text in ("a cup", "x", "y")]
+    pq.write_table(pa.Table.from_arrays(columns, names=["prompt", "tag", "tag"]), tmp_path / "p.parquet")
+    for wanted in (None, {"prompt": "prompt", "tag": "tag"}):
+        with pytest.raises(DatasetError, match=r"p\.parquet has more than one column 'tag'; keep one"):
+            table(raw(tmp_path / "p.parquet", columns=wanted))
+    assert table(raw(tmp_path / "p.parquet", columns={"prompt": "prompt"}))["prompt"].tolist() == ["a cup"]
+
+
+def test_a_picture_among_the_metadata_is_named_with_what_leaves_it_out(tmp_path: Path) -> None:
+    pd.DataFrame([{"prompt": "a cup", "width": 8, "image": {"bytes": b"PNG"}}]).to_parquet(tmp_path / "p.parquet")
+    complaint = r"p.parquet:1: 'image' cannot be kept as metadata in JSON: .*bytes.*: name what is wanted in the `col"
+    with pytest.raises(DatasetError, match=complaint):
+        table(raw(tmp_path / "p.parquet"))
+    assert table(raw(tmp_path / "p.parquet", columns={"prompt": "prompt"}))["prompt"].tolist() == ["a cup"]
 
 
 def test_row_labels_of_pandas_are_no_content(tmp_path: Path) -> None:

@@ -3,20 +3,24 @@
 
 import functools
 import logging
+import multiprocessing
 import re
 import ssl
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from tasks.config.reward import RewardConfig
+from tasks.actors.reward_worker import RewardWorker
+from tasks.config.reward import RewardConfig, RewardFunctionConfig
 from tasks.config.tracking import TrackingConfig
 from tasks.data.prompts import Prompt
 from tasks.records.tracking import Tracker
 from tasks.rewards import RewardError, RewardResult, check_reward, get_reward
+from tasks.rewards.chat import asked_within, seconds_left
 from tasks.rewards.judge import UnusableAnswer, _grade
 from tests.support.judge_server import KEY, Judging, judge_server
 from tests.support.mlflow_store import mlflow_in
@@ -111,6 +115,47 @@ def test_a_lasting_trouble_is_a_missing_score_with_its_error(
     assert result.details["error"][1] is None
     (reason,) = [text for text in result.details["error"] if text]
     assert re.search(error, reason), reason
+
+
+def by_a_worker(settings: RewardFunctionConfig, *texts: str) -> RewardResult | RewardError:
+    levels = pictures(*[255] * len(texts))
+    return RewardWorker("judge_grade", settings).score(0, prompts_of(*texts), levels, np.ones(len(texts), bool))
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_an_overloaded_judge_costs_the_unanswered_pictures_alone_and_no_worker(server: Judging, retries: int) -> None:
+    """In a process of its own, which a worker ends at its `timeout_s`."""
+    options = {"base_url": server.url, "model": "judge", "concurrency": 2, "max_retries": 1_000_000}
+    settings = RewardFunctionConfig(options=options, timeout_s=8, retries=retries, retry_wait_s=0)
+    texts = ("fine", "[echo]", "[always busy]", "[always busy]", "fine too")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        found = process.submit(by_a_worker, settings, *texts).result()
+    assert isinstance(found, RewardResult)
+    assert np.isnan(found.scores).tolist() == [False, True, True, True, retries == 0]
+    errors = found.details["error"]
+    assert errors[0] is None
+    assert "BadRequestError" in errors[1]
+    told = r"no answer within the \d+\.\d s that its batch had: raise reward\.functions\.<name>\.timeout_s, "
+    assert all(re.match(told, error) for error in errors[2:4])
+    if not retries:
+        assert all("; the last error of its batch was BadRequestError: " in error for error in errors[2:])
+    assert server.calls["echo"] == 1, "what was answered is not asked again"
+
+
+def test_what_was_not_answered_in_time_is_what_another_try_may_cure(server: Judging) -> None:
+    judge = get_reward("judge_grade", base_url=server.url, model="judge", concurrency=1, max_retries=1_000_000)
+    images, prompts = pictures(255, 255, 255), prompts_of("[echo]", "[always busy]", "fine")
+    with asked_within(4):
+        result = judge(images, prompts)
+    assert np.isnan(result.scores).all()
+    assert result.raised == ((2, 1),), "first what was not asked yet"
+    assert "no answer within" in result.details["error"][1]
+    assert "no turn within" in result.details["error"][2]
+    assert "BadRequestError" in result.details["error"][0]
+    assert seconds_left() == np.inf
+    again = judge(images[2:], prompts[2:])
+    assert again.raised == ()
+    assert not np.isnan(again.scores).any()
 
 
 def test_a_server_that_is_not_there_is_missing_too() -> None:

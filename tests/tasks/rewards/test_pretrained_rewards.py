@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards by transformers on small random checkpoints, against the model's own processor and a direct forward."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoProcessor,
     AutoTokenizer,
@@ -63,8 +64,6 @@ def save_head(path: Path, *widths: int) -> str:
 
 
 def through_head(path: str, values: torch.Tensor) -> np.ndarray:
-    from safetensors.torch import load_file
-
     layers = load_file(path)
     for number in sorted({int(name.split(".")[1]) for name in layers}):
         values = values @ layers[f"layers.{number}.weight"].T + layers[f"layers.{number}.bias"]
@@ -232,7 +231,8 @@ def test_hpsv3_is_a_direct_forward_of_each_sample_alone(tmp_path: Path) -> None:
         tensors[f"rm_head.{number}.bias"] = torch.randn(width, generator=generator)
     save_file(tensors, head)
     template = "{picture}: {prompt}?<|Reward|> and more"
-    reward = get_reward("hpsv3", model=str(folder), head=str(head), template=template)
+    pixels = {"min_pixels": 28 * 28, "max_pixels": 16 * 28 * 28}
+    reward = get_reward("hpsv3", model=str(folder), head=str(head), template=template, **pixels)
     found = reward(IMAGES, PROMPTS)
     model = Qwen2VLForConditionalGeneration.from_pretrained(folder).eval()
     tokenizer, pictures = AutoTokenizer.from_pretrained(folder), Qwen2VLImageProcessorPil.from_pretrained(folder)
@@ -241,16 +241,24 @@ def test_hpsv3_is_a_direct_forward_of_each_sample_alone(tmp_path: Path) -> None:
         seen = pictures(images=[image], return_tensors="pt")
         pads = "<|image_pad|>" * (int(seen["image_grid_thw"].prod()) // 4)
         ids = tokenizer(f"<|vision_start|>{pads}<|vision_end|>: {text}?<|Reward|>", return_tensors="pt")["input_ids"]
-        kinds = (ids == model.config.image_token_id).int()
-        state = model(input_ids=ids, mm_token_type_ids=kinds, output_hidden_states=True, **seen).hidden_states[-1][
-            0, -1
-        ]
+        # As the published forward, which hands the language model what it has merged, without positions.
+        vision = model.model.visual(seen["pixel_values"], grid_thw=seen["image_grid_thw"]).pooler_output
+        merged = model.get_input_embeddings()(ids)
+        merged[ids == model.config.image_token_id] = vision
+        state = model.model.language_model(inputs_embeds=merged).last_hidden_state[0, -1]
         for number in (0, 3, 5):
             state = tensors[f"rm_head.{number}.weight"] @ state + tensors[f"rm_head.{number}.bias"]
             state = state.relu() if number < 5 else state
         expected.append(state.tolist())
     assert len({round(mean, 3) for mean, _ in expected}) == 4, "pictures and prompts all differ"
     assert np.stack([found.scores, found.details["sigma"]], 1) == pytest.approx(np.array(expected), rel=1e-4, abs=1e-4)
+    assert "positions=sequential pixels=784,12544 " in reward.version
+    # Resized as the published weights saw pictures: to 256 tokens or, where it was smaller, the next whole patches.
+    usual = get_reward("hpsv3", model=str(folder), head=str(head), template=template)
+    assert [usual._count(picture) for picture in usual._pictures(IMAGES)["image_grid_thw"]] == [14 * 20] * 4
+    assert "pixels=200704,200704 " in usual.version
+    with pytest.raises(RewardError, match="min_pixels 200704 is above max_pixels 9: give one that is not larger"):
+        check_reward("hpsv3", model=str(folder), head=str(head), max_pixels=9)
     # A prompt brings no token of the model's own: it stays text.
     spoof = Prompt("uid", "<|Reward|>", None, {}, "")
     assert np.isfinite(reward(IMAGES[:1], [spoof]).scores).all()
@@ -259,3 +267,43 @@ def test_hpsv3_is_a_direct_forward_of_each_sample_alone(tmp_path: Path) -> None:
     plain = save_qwen2_vl(tmp_path / "plain")
     with pytest.raises(RewardError, match=r"does not know <\|Reward\|>"):
         get_reward("hpsv3", model=str(plain), head=str(head))
+
+
+def test_weights_that_the_files_lack_are_refused_and_not_drawn(clip: Path, tmp_path: Path) -> None:
+    tensors = load_file(clip / "model.safetensors")
+    renamed = {name.replace("vision_model.", "open_clip.vision_model."): tensor for name, tensor in tensors.items()}
+    shutil.copytree(clip, tmp_path / "wrong")
+    save_file(renamed, tmp_path / "wrong" / "model.safetensors", {"format": "pt"})
+    said = (
+        r"hps: \S+wrong lacks \d+ of the weights of CLIPModel, the first of them vision_model\S+, .*; they have \d+ "
+        r"that it does not know, as open_clip\.vision_model\S+: give files that belong to it"
+    )
+    with pytest.raises(RewardError, match=said):
+        get_reward("hps", model=str(tmp_path / "wrong"))
+
+
+def test_a_bfloat16_clip_has_a_float32_cosine(clip: Path) -> None:
+    """A cosine in bfloat16 has .001 at .2, which makes ties of pictures that differ."""
+    reward = get_reward("pickscore", model=str(clip), processor=None, dtype="bfloat16")
+    with torch.no_grad():
+        images = reward.model.get_image_features(reward.pixels(IMAGES)).pooler_output
+        inputs, rows = reward.tokens(PROMPTS)
+        texts = reward.model.get_text_features(**inputs).pooler_output[rows]
+        scale = reward.model.logit_scale.double().exp()
+    assert images.dtype == torch.bfloat16
+    expected = scale * torch.cosine_similarity(images.double(), texts.double())
+    assert reward(IMAGES, PROMPTS).scores == pytest.approx(expected.numpy(), rel=1e-5)
+    assert " bfloat16 cosine=float32 " in reward.version
+    assert " float32 transformers" in get_reward("pickscore", model=str(clip), processor=None).version
+
+
+def test_a_head_may_be_one_bare_layer_and_must_have_biases(clip: Path, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    layer = torch.nn.Linear(16, 1)
+    save_file(layer.state_dict(), tmp_path / "linear.safetensors")
+    _, output = direct(clip)
+    found = get_reward("aesthetic", model=str(clip), head=str(tmp_path / "linear.safetensors"))(IMAGES, PROMPTS).scores
+    assert found == pytest.approx(layer(output.image_embeds).detach().numpy()[:, 0], abs=1e-4)
+    save_file({"linear.weight": layer.weight.detach()}, tmp_path / "biasless.safetensors")
+    with pytest.raises(RewardError, match=r"has linear\.weight; of each layer it must have `<name>\.weight` and"):
+        get_reward("aesthetic", model=str(clip), head=str(tmp_path / "biasless.safetensors"))

@@ -12,13 +12,15 @@ import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, Literal
 
 import httpx
 import numpy as np
 import pytest
 import typer
+import uvicorn
 from fastapi.testclient import TestClient
 from PIL import Image
 from typer.testing import CliRunner
@@ -27,11 +29,12 @@ from tasks.actors.reward_worker import RewardWorker
 from tasks.cli.terminal import command_of
 from tasks.config.reward import RewardFunctionConfig
 from tasks.data.prompts import Prompt
-from tasks.rewards import RewardError, RewardResult, get_reward
+from tasks.rewards import Reward, RewardError, RewardResult, get_reward
+from tasks.rewards.base import FunctionReward
 from tasks.rewards.remote import RemoteFailure, pack_images, pack_request, pack_tensor
 from tasks.rewards.scored_prompt import ScoredPrompt
-from tasks.rewards.serve import Limits, listening_socket, main, make_app
-from tests.support.patience import PATIENCE
+from tasks.rewards.serve import Limits, listening_socket, main, make_app, version_with
+from tests.support.patience import PATIENCE, wait_until
 
 pytestmark = pytest.mark.waits
 
@@ -113,6 +116,58 @@ def answering(*answers: tuple[int, dict]) -> Iterator[str]:
         server.server_close()
 
 
+@contextmanager
+def hosting(reward: Reward, limits: Limits) -> Iterator[str]:
+    """A server of this process's reward during the block; its address."""
+    listening = listening_socket("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(make_app(reward, limits), log_level="critical"))
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+    thread.start()
+    try:
+        wait_until(lambda: server.started, "the server's start", every=0.02)
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE)
+
+
+@contextmanager
+def leaving(posts: list[bytes], silent: threading.Event | None = None) -> Iterator[str]:
+    """A server that notes each POST; it is then silent until the event, or closes the connection of the first one
+    without an answer."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+        def do_GET(self):
+            self.send(HOSTED | {"protocol": 1})
+
+        def do_POST(self):
+            posts.append(self.rfile.read(int(self.headers["Content-Length"])))
+            if silent is not None:
+                silent.wait(PATIENCE)
+            elif len(posts) > 1:
+                self.send(GOOD)
+
+        def send(self, body):
+            content = json.dumps(body).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        if silent is not None:
+            silent.set()
+        server.shutdown()
+        server.server_close()
+
+
 @pytest.fixture(scope="module")
 def jpeg() -> Iterator[str]:
     with served("--reward", "jpeg_incompressibility") as address:
@@ -179,6 +234,8 @@ def test_details_nan_errors_and_latents_pass_through() -> None:
     """A user's own reward, hosted by import path with an option."""
     with served("--reward", "tests.support.hosted_reward:peculiar", "--option", "scale=2.0") as address:
         remote = get_reward("remote_latents", url=address)
+        here = get_reward("tests.support.hosted_reward:peculiar").version
+        assert remote.version == f"tests.support.hosted_reward:peculiar {version_with(here, {'scale': 2.0})}"
         latents = np.zeros((3, 4, 2), np.float32)
         latents[1] = np.nan
         latents[2] = 1.5
@@ -194,6 +251,14 @@ def test_details_nan_errors_and_latents_pass_through() -> None:
             RewardError, match=r"hosts tests\.support\.hosted_reward:peculiar, which wants latents: use remote_latents"
         ):
             get_reward("remote", url=address)
+
+
+def test_other_options_are_another_version_in_whatever_order_they_are_given() -> None:
+    nested = {"a": {"x": 1, 2: [3]}, "b": None}
+    served_with: list[dict[str, Any]] = [{}, {"divide_by": 26}, {"divide_by": 26.5}, {"detect": True}, nested]
+    assert len({version_with("1", options) for options in served_with}) == len(served_with)
+    assert version_with("1", {}) == "1"
+    assert version_with("1", nested) == version_with("1", {"b": None, "a": {2: [3], "x": 1}})
 
 
 def test_a_source_of_a_server_that_raised_is_asked_again_by_the_worker(tmp_path: Path) -> None:
@@ -213,7 +278,7 @@ def test_a_source_of_a_server_that_raised_is_asked_again_by_the_worker(tmp_path:
 
 
 HOSTED = {"name": "x", "version": "1", "wants": "images"}
-GOOD = {"protocol": 1, "version": "1", "scores": [0.5] * 5, "details": {}}
+GOOD: dict[str, Any] = {"protocol": 1, "version": "1", "scores": [0.5] * 5, "details": {}}
 
 
 def test_another_protocol_is_one_clear_error() -> None:
@@ -234,6 +299,118 @@ def test_a_busy_or_restarting_server_is_asked_again() -> None:
         remote = get_reward("remote", url=address, max_retries=2)
         with pytest.raises(RemoteFailure, match="answered 503: starting"):
             remote(IMAGES, prompts_of())
+
+
+def test_a_batch_that_a_server_is_still_at_is_not_sent_again() -> None:
+    posts: list[bytes] = []
+    with leaving(posts, threading.Event()) as address:
+        remote = get_reward("remote", url=address, timeout_s=2, max_retries=1)
+        with pytest.raises(RemoteFailure, match=r"no answer within timeout_s 2 and was still at the 5 samples"):
+            remote(IMAGES, prompts_of())
+        assert len(posts) == 1
+
+
+def test_a_batch_whose_connection_is_lost_is_sent_again() -> None:
+    posts: list[bytes] = []
+    with leaving(posts) as address:
+        assert get_reward("remote", url=address, max_retries=1)(IMAGES, prompts_of()).scores.tolist() == [0.5] * 5
+    assert len(posts) == 2
+
+
+def test_a_batch_whose_client_has_gone_is_not_scored_when_its_turn_comes() -> None:
+    seen: list[str] = []
+    begun, released = threading.Event(), threading.Event()
+
+    def patient(images: Any, prompts: Any) -> np.ndarray:
+        seen.append(prompts[0].prompt)
+        begun.set()
+        assert released.wait(PATIENCE)
+        return np.zeros(len(images))
+
+    def scored(address: str, prompt: str, timeout: float) -> int:
+        request = pack_request([Prompt("u", prompt, None, {}, "")])
+        files = [("request", ("request.json", request, "application/json")), pack_tensor(IMAGES[:1])]
+        return httpx.post(f"{address}/v1/score", files=files, timeout=timeout).status_code
+
+    with hosting(FunctionReward("patient", patient, {}), Limits()) as address:
+        first = threading.Thread(target=scored, args=(address, "first", PATIENCE))
+        first.start()
+        assert begun.wait(PATIENCE)
+        with pytest.raises(httpx.ReadTimeout):
+            scored(address, "gone", 1)
+        assert httpx.get(f"{address}/v1/reward", timeout=PATIENCE).is_success  # by now it has heard of that end
+        released.set()
+        first.join(PATIENCE)
+        assert scored(address, "last", PATIENCE) == 200
+    assert seen == ["first", "last"]
+
+
+class Told(Reward):
+    """Mean of a picture's channels; the dark ones failed together, and a batch with them alone tells of it."""
+
+    name, version = "told", "1"
+
+    def score(self, batch: np.ndarray, prompts: object) -> RewardResult:
+        levels = batch.reshape(len(batch), -1).mean(1)
+        dark = np.flatnonzero(levels == 0)
+        details: dict[str, list] = {"level": levels.tolist()}
+        if len(dark):
+            details |= {"error": [None if level else "dark" for level in levels]}
+        scores = np.where(levels == 0, np.nan, levels)
+        return RewardResult(scores, details, raised=(tuple(dark.tolist()),) if len(dark) else ())
+
+
+@pytest.mark.parametrize(
+    ("encoding", "limits", "most"),
+    [
+        ("tensor", Limits(max_request_mb=0.01), 3),
+        ("tensor", Limits(max_pictures=1), 9),
+        ("png", Limits(max_request_mb=0.01), 3),
+        ("png", Limits(max_pictures=2), 2),
+        ("png", Limits(), 9),
+    ],
+)
+def test_a_batch_beyond_a_servers_limits_is_sent_in_parts(
+    encoding: Literal["tensor", "png"], limits: Limits, most: int
+) -> None:
+    """Scores, details and what failed are those of the whole; pictures have 2304 bytes, noise that no PNG makes less
+    of, or none at all."""
+    pictures = np.concatenate([IMAGES, IMAGES[:4]])
+    pictures[[1, 7]] = 0
+    sizes: list[int] = []
+
+    class Counted(Told):
+        def score(self, batch: np.ndarray, prompts: object) -> RewardResult:
+            sizes.append(len(batch))
+            return super().score(batch, prompts)
+
+    here = Told()(pictures, prompts_of(9))
+    of_videos = Told()(pictures.reshape(3, 3, 24, 32, 3), prompts_of(3))
+    with hosting(Counted(), limits) as address:
+        found = get_reward("remote", url=address, encoding=encoding)(pictures, prompts_of(9))
+        videos = get_reward("remote", url=address, encoding=encoding)(pictures.reshape(3, 3, 24, 32, 3), prompts_of(3))
+    assert max(sizes) == most
+    assert np.array_equal(found.scores, here.scores, equal_nan=True)
+    assert found.details == here.details
+    assert sorted(index for together in found.raised for index in together) == [1, 7]
+    assert np.array_equal(videos.scores, of_videos.scores, equal_nan=True)
+    assert videos.details == of_videos.details
+
+
+def test_frames_of_a_rollout_are_more_pictures_than_a_server_takes_at_once_without_a_setting() -> None:
+    videos = np.full((40, 26, 2, 2, 3), 255, np.uint8)
+    with hosting(get_reward("brightness"), Limits()) as address:
+        found = get_reward("remote", url=address, encoding="png")(videos, prompts_of(40))
+    assert found.scores.tolist() == [1] * 40
+
+
+def test_a_server_that_does_not_tell_its_limits_has_the_usual_ones() -> None:
+    batch = np.zeros((1001, 2, 2, 3), np.uint8)
+    parts = [GOOD | {"scores": [float(number)] * size, "raised": [[0]]} for number, size in enumerate((1000, 1))]
+    with answering((200, HOSTED | {"protocol": 1}), *((200, part) for part in parts)) as address:
+        found = get_reward("remote", url=address, encoding="png")(batch, prompts_of(1001))
+    assert found.scores.tolist() == [0.0] * 1000 + [1.0]
+    assert found.raised == ((0,), (1000,))
 
 
 def test_what_a_server_says_that_is_not_finite_is_missing() -> None:
@@ -282,8 +459,11 @@ BOMB = png(13000, 13000, b"\x00" * (13000 // 8 + 1) * 13000)
         (Limits(max_pixels=700), [saved("PNG")], 413, "32 x 24 pixels, and at most 700"),
         (Limits(), [png(4096, 4096)] * 30, 413, "30 pictures of 4096 x 4096 pixels take more than 1024 MB unpacked"),
         (Limits(max_request_mb=0.001), [saved("PNG")], 413, "the request is larger than 0.001 MB"),
+        (Limits(max_request_mb=0.001), [saved("PNG")], 413, "or start the server with a larger --max-request-mb"),
         (Limits(max_pictures=2), [saved("PNG")] * 3, 400, "3 parts `images`, and at most 2 are taken"),
-        (Limits(max_pictures=2), [saved("PNG")] * 9, 400, "Too many files"),
+        (Limits(max_pictures=2), [saved("PNG")] * 3, 400, "or start the server with a larger --max-pictures"),
+        (Limits(max_pictures=2), [saved("PNG")] * 9, 400, "more than 4 parts `images`, and at most 2 are taken"),
+        (Limits(max_pictures=2), [saved("PNG")] * 9, 400, "or start the server with a larger --max-pictures"),
         (Limits(), [png(8, 8, again=struct.pack(">IIBBBBB", 13000, 13000, 1, 0, 0, 0, 0))], 400, "cannot be read"),
         (Limits(), [png(8, 0)], 400, "picture 0 has 8 x 0 pixels"),
         (Limits(), [png(8, 8)], 400, "the pictures cannot be read: picture 0"),
@@ -305,21 +485,17 @@ def test_pictures_that_are_too_large_or_no_png_are_refused_before_they_are_decod
     assert not [size for size in loaded if size[0] * size[1] > 1000]
 
 
-def test_a_request_that_is_too_large_is_one_sentence_for_the_client() -> None:
+def test_a_sample_that_is_too_large_is_one_sentence_for_the_client() -> None:
     with served("--reward", "brightness", "--max-request-mb", "0.005") as address:
         remote = get_reward("remote", url=address)
-        assert len(remote(IMAGES[:1], prompts_of(1)).scores) == 1
-        with pytest.raises(RewardError, match=r"refuses: the request is larger than 0\.005 MB"):
-            remote(np.repeat(IMAGES, 300, axis=0), prompts_of(1500))
+        assert len(remote(IMAGES, prompts_of()).scores) == 5
+        with pytest.raises(RewardError, match=r"refuses: the request is larger than 0\.005 MB.* --max-request-mb$"):
+            remote(np.repeat(IMAGES, 300, axis=1), prompts_of())
 
 
 def test_details_that_json_has_no_number_for_are_null() -> None:
     def endless(images, prompts):
-        from tasks.rewards import RewardResult
-
         return RewardResult(np.zeros(len(images)), {"d": [np.inf] * len(images)})
-
-    from tasks.rewards.base import FunctionReward
 
     client = TestClient(make_app(FunctionReward("endless", endless, {})), raise_server_exceptions=False)
     files = [("request", ("r", pack_request(prompts_of()))), *pack_images(IMAGES)]

@@ -107,7 +107,11 @@ def test_rewards_are_found_by_name_and_by_import_path():
 @pytest.mark.parametrize(
     ("name", "options", "complaint"),
     [
-        ("orc", {}, "no reward 'orc'; known are .*jpeg_compressibility, jpeg_incompressibility.*, ocr"),
+        (
+            "orc",
+            {},
+            r"no reward 'orc'; did you mean ocr\?; known are .*jpeg_compressibility, jpeg_incompressibility.*, ocr",
+        ),
         ("no.such.module:f", {}, "'no.such.module:f' cannot be imported: No module named 'no'"),
         (f"{__name__}:nothing", {}, "cannot be imported: .* has no attribute 'nothing'"),
         (f"{__name__}:__doc__", {}, "is a str; it must be a subclass of tasks.rewards.Reward or a function"),
