@@ -7,6 +7,7 @@ stage that samples or encodes imports the model families, seconds of work, and t
 """
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -183,6 +184,7 @@ def preferences(  # noqa: PLR0913 (an argument for each of the command's)
         pipeline=sampling,
         dtype=dtype,
         device=device,
+        external_lib=entry.embeddings.external_lib,
     )
     if sampled.empty:
         raise PrepareError(
@@ -227,10 +229,16 @@ def pairs(
 
 
 def _encoding_command(data_set: str, model: Path | None, table: Path | None, out: Path | None) -> str:
-    """What makes the embeddings of a data set, of which something else may be given than params.yaml says."""
+    """What makes the embeddings of a data set, of which something else may be given than params.yaml says.
+
+    It writes into no data set's own folder what is not all that data set's.
+    """
     given = {"--model": model, "--prompts": table, "--out": out}
-    options = "".join(f" {option} {path}" for option, path in given.items() if path is not None)
-    return f"python -m flows.prepare embeddings {data_set}{options}" if options else f"dvc repro embeddings@{data_set}"
+    if not any(given.values()):
+        return f"dvc repro embeddings@{data_set}"
+    given["--out"] = out or Path("<folder for --embeddings>")
+    options = "".join(f" {option} {shlex.quote(str(path))}" for option, path in given.items() if path is not None)
+    return f"python -m flows.prepare embeddings {data_set}{options}"
 
 
 def _named_values(settings: list[str] | None, flag: str) -> dict[str, Any]:

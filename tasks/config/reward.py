@@ -102,16 +102,6 @@ class RewardFunctionConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _a_gpu_is_given_where_one_is_used(self) -> Self:
-        device = str(self.options.get("device", ""))
-        if device.startswith("cuda") and not (self.num_gpus or self.is_colocated):
-            raise ValueError(
-                f"options.device is {device}, but num_gpus is 0, which hides all GPUs from its workers: set num_gpus "
-                "to the share of one that each takes, or placement to colocated"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _a_guard_is_not_trained_on(self) -> Self:
         if self.guard and self.weight:
             raise ValueError(

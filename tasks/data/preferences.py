@@ -31,7 +31,7 @@ from tasks.rewards import Reward
 log = logging.getLogger(__name__)
 
 
-def sampled_preferences(
+def sampled_preferences(  # noqa: PLR0913  # each is said by somebody else
     model: Path,
     embeddings: Path,
     prompts: Sequence[Prompt],
@@ -41,6 +41,7 @@ def sampled_preferences(
     pipeline: Mapping[str, Any],
     dtype: str = "float32",
     device: str = "cpu",
+    external_lib: str | None = None,
 ) -> pd.DataFrame:
     """The preference table of `pairs` for these prompts; one whose pictures are all worth the same gives no pair. A
     picture that is not finite is in none, and told.
@@ -52,6 +53,7 @@ def sampled_preferences(
         settings: how many pictures a prompt, how many prompts at once, and the seed; of size and steps see `pipeline`.
         pipeline: fields of `DiffusionPipelineConfig`: size, steps, guidance.
         dtype, device: in which number format and where the model computes.
+        external_lib: module that registers the model's family, of one that is not the project's.
 
     Raises:
         DatasetError: the model cannot be sampled so, draws nothing finite, or other encoders made the embeddings.
@@ -63,7 +65,7 @@ def sampled_preferences(
         )
     try:
         sampling = DiffusionPipelineConfig(**pipeline)
-        described_model = ModelConfig(path=str(model), dtype=dtype)
+        described_model = ModelConfig(path=str(model), dtype=dtype, external_lib=external_lib)
         config = DiffusionModelConfig.load(described_model, sampling, DiffusionRolloutAlgoConfig())
         adapter = DiffusionModelBase.get_class(config)
         adapter.check_pipeline(config)

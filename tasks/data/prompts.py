@@ -226,7 +226,7 @@ def _metadata(row: PromptRow) -> str:
             json.dumps({key: value}, sort_keys=True, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise DatasetError(
-                f"{row.source}: {key!r} cannot be kept as metadata in JSON: {error}; leave it out: name what is wanted "
-                "in the `columns` of the file's entry in params.yaml, such as {prompt: prompt}"
+                f"{row.source}: {key!r} cannot be kept as metadata in JSON: {error}; leave it out, as by naming the "
+                "others in the `columns` of the file's entry in params.yaml, or give it as text or a number"
             ) from error
     return json.dumps(metadata, ensure_ascii=False, sort_keys=True, allow_nan=False)

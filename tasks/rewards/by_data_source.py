@@ -92,9 +92,11 @@ class ByDataSource(Reward):
         details: dict[str, list[Any]] = {}
         sources, raised = [_source(prompt, self._rewards) for prompt in prompts], dict[str, Exception]()
         own = {source: [row for row, of in enumerate(sources) if of == source] for source in dict.fromkeys(sources)}
+        again: list[tuple[int, ...]] = []
         for source, rows in own.items():
             result = self._scored(source, images[rows], [prompts[row] for row in rows], raised)
             scores[rows] = result.scores
+            again += [tuple(rows[index] for index in together) for together in result.raised]
             columns = {k if k == "error" else f"{k}_{source}": values for k, values in result.details.items()}
             columns |= {f"score_{source}": result.scores.tolist()}
             for column, values in columns.items():
@@ -103,7 +105,7 @@ class ByDataSource(Reward):
                     placed[row] = value
         if raised and len(raised) == len(own):
             raise next(iter(raised.values()))
-        return RewardResult(scores, details, raised=tuple(tuple(own[source]) for source in raised))
+        return RewardResult(scores, details, raised=(*again, *(tuple(own[source]) for source in raised)))
 
     def _scored(
         self, source: str, images: np.ndarray, prompts: Sequence[ScoredPrompt], raised: dict[str, Exception]

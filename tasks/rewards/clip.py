@@ -104,6 +104,8 @@ class PickScore(ClipReward):
 class AestheticScore(ClipReward):
     """A head on the picture's embedding: how pleasing, 1 to 10 with LAION's predictors. The prompt does not matter."""
 
+    unused = ("text_model.", "text_projection.", "logit_scale")
+
     def __init__(
         self, *, head: str, model: str = "openai/clip-vit-large-patch14", **options: Unpack[PretrainedOptions]
     ) -> None:

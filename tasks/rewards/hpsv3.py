@@ -88,8 +88,8 @@ class HumanPreferenceScoreV3(PretrainedReward):
                 f"reward {name!r}: template must have {{picture}} and {{prompt}} once each and after both one "
                 f"{REWARD_TOKEN}"
             )
-        least, most = (int(options.get(option, PIXELS)) for option in ("min_pixels", "max_pixels"))
-        if least > most:
+        least, most = (options.get(option, PIXELS) for option in ("min_pixels", "max_pixels"))
+        if isinstance(least, int) and isinstance(most, int) and least > most:
             raise RewardError(
                 f"reward {name!r}: min_pixels {least} is above max_pixels {most}: give one that is not larger"
             )

@@ -26,6 +26,7 @@ class ImageReward(PretrainedReward):
     """
 
     architecture = "BlipForImageTextRetrieval"
+    unused = ("itm_head.", "vision_proj.", "text_proj.")
 
     def __init__(
         self,

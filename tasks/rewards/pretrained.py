@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 WEIGHTS = ("*.safetensors", "*.bin")
+COUNTS = ".num_batches_tracked"
+"""Of batch norms, which only training reads."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 USUAL_FORMATS = ("float32", "bfloat16", "float16")
 LONGEST_SOURCE = 1024
@@ -50,6 +52,8 @@ class PretrainedReward(Reward):
     """A model of transformers with its processor. Subclasses name its class in `architecture`, and write `score`."""
 
     architecture: str
+    unused: ClassVar[tuple[str, ...]] = ()
+    """What the names of weights begin with that no score depends on: the files may lack them."""
     revisions: ClassVar[Mapping[str, str]] = REVISIONS
 
     def __init__(
@@ -99,7 +103,9 @@ class PretrainedReward(Reward):
         """Every weight is the files': transformers draws what they lack, in each worker otherwise, and only warns."""
         from models.families.loading import lacking
 
-        missing = sorted(lacking(network, found))
+        missing = [
+            n for n in sorted(lacking(network, found)) if not n.startswith(self.unused) and not n.endswith(COUNTS)
+        ]
         if missing:
             unread = sorted(found["unexpected_keys"])
             besides = f"; they have {len(unread)} that it does not know, as {unread[0]}" if unread else ""

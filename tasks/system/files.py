@@ -185,7 +185,7 @@ def remove(*paths: Path) -> None:
 def _let_owner_empty(folder: Path) -> None:
     """Of what is in it, and in the folders in it, as far as they are this user's: nothing goes from a read-only one."""
     found = folder.stat()
-    if found.st_uid == os.geteuid():
+    if found.st_uid == os.geteuid() and found.st_mode & stat.S_IRWXU != stat.S_IRWXU:
         folder.chmod(found.st_mode | stat.S_IRWXU)
     for inner in folder.iterdir():
         if inner.is_dir() and not inner.is_symlink():

@@ -226,6 +226,10 @@ def test_prompts_that_are_not_encoded_are_told_before_a_model_loads(
     given = ("--model", MODEL, "--embeddings", "data/sd3_embeddings")
     command = f"`python -m flows.prepare embeddings signs --model {MODEL} --out data/sd3_embeddings` makes them"
     assert re.search(lacks + command, told(*given))
+    of_another = told(
+        "--model", MODEL, "--embeddings", "data/sd3_embeddings", "--prompts", "data/signs/prompts.parquet"
+    )
+    assert "--prompts data/signs/prompts.parquet --out data/sd3_embeddings`" in of_another
     prepare("embeddings", "signs")
     table = pd.read_parquet("data/signs/prompts.parquet")
     table.loc[0, "uid"] = "new"

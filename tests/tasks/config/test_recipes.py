@@ -605,14 +605,6 @@ def test_a_rollout_worker_on_cuda_has_a_gpu() -> None:
             TrainConfig.model_validate({"actor_rollout_ref": {"rollout": rollout}, "trainer": {"device": device}})
 
 
-def test_a_reward_that_computes_on_a_gpu_is_given_one() -> None:
-    """Its workers would see none, and say so once they load."""
-    reads = {"options": {"device": "cuda"}}
-    for given, refused in (({}, True), ({"num_gpus": 0.25}, False), ({"placement": "colocated"}, False)):
-        with pytest.raises(ValueError, match="device is cuda, but num_gpus is 0") if refused else nullcontext():
-            TrainConfig.model_validate({"reward": {"functions": {"ocr": reads | given}}, "trainer": {"device": "cuda"}})
-
-
 @pytest.mark.parametrize(
     ("workers", "share", "reward", "gpus"),
     [

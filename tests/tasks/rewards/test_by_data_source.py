@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tasks.data.prompts import Prompt
-from tasks.rewards import RewardError, check_reward, get_reward, reward_input
+from tasks.rewards import RewardError, RewardResult, check_reward, get_reward, reward_input
 
 SOURCES = {"plain": "jpeg_compressibility", "bright": {"reward": "brightness"}}
 
@@ -47,6 +47,22 @@ def test_a_source_whose_reward_raises_loses_its_own_scores_alone() -> None:
     assert result.details["error"] == ["RuntimeError: the server is down", None]
     with pytest.raises(RuntimeError, match="the server is down"):
         reward(pictures, [prompt("bad")] * 2)
+
+
+def test_what_a_source_would_have_asked_again_is_asked_again() -> None:
+    """A judge that ran out of its batch's time says which pictures those are."""
+    reward = get_reward("by_data_source", sources={"bright": "brightness", "late": f"{__name__}:late"})
+    prompts = [prompt(source) for source in ("late", "bright", "late", "late")]
+    result = reward(np.zeros((4, 8, 8, 3), np.uint8), prompts)
+    assert np.isnan(result.scores).tolist() == [False, False, True, True]
+    assert result.raised == ((2, 3),)
+
+
+def late(images: np.ndarray, prompts: Any) -> RewardResult:
+    """Only the first was answered in time."""
+    scores = np.full(len(images), np.nan, np.float32)
+    scores[0] = 0.5
+    return RewardResult(scores, raised=((1, 2),))
 
 
 def raises(images: np.ndarray, prompts: Any) -> Any:

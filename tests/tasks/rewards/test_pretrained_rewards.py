@@ -259,6 +259,8 @@ def test_hpsv3_is_a_direct_forward_of_each_sample_alone(tmp_path: Path) -> None:
     assert "pixels=200704,200704 " in usual.version
     with pytest.raises(RewardError, match="min_pixels 200704 is above max_pixels 9: give one that is not larger"):
         check_reward("hpsv3", model=str(folder), head=str(head), max_pixels=9)
+    with pytest.raises(RewardError, match="min_pixels is 'abc'; it should be a valid integer"):
+        check_reward("hpsv3", model=str(folder), head=str(head), min_pixels="abc")
     # A prompt brings no token of the model's own: it stays text.
     spoof = Prompt("uid", "<|Reward|>", None, {}, "")
     assert np.isfinite(reward(IMAGES[:1], [spoof]).scores).all()
@@ -307,3 +309,19 @@ def test_a_head_may_be_one_bare_layer_and_must_have_biases(clip: Path, tmp_path:
     save_file({"linear.weight": layer.weight.detach()}, tmp_path / "biasless.safetensors")
     with pytest.raises(RewardError, match=r"has linear\.weight; of each layer it must have `<name>\.weight` and"):
         get_reward("aesthetic", model=str(clip), head=str(tmp_path / "biasless.safetensors"))
+
+
+def test_weights_that_no_score_depends_on_may_be_missing(blip: Path, clip: Path, tmp_path: Path) -> None:
+    """ImageReward's own code has no `itm_head`, and a head on pictures needs no text."""
+    for folder, begins in ((blip, "itm_head."), (clip, "text_model.")):
+        copy = shutil.copytree(folder, tmp_path / folder.name)
+        tensors = load_file(folder / "model.safetensors")
+        kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(begins)}
+        assert len(kept) < len(tensors)
+        save_file(kept, copy / "model.safetensors", {"format": "pt"})
+    heads = save_head(tmp_path / "text.safetensors", 32, 1), save_head(tmp_path / "picture.safetensors", 16, 1)
+    for name, folder, head in (("image_reward", blip, heads[0]), ("aesthetic", clip, heads[1])):
+        whole, part = (get_reward(name, model=str(of), head=head) for of in (folder, tmp_path / folder.name))
+        assert np.array_equal(part(IMAGES, PROMPTS).scores, whole(IMAGES, PROMPTS).scores)
+    with pytest.raises(RewardError, match="lacks"):
+        get_reward("clip_score", model=str(tmp_path / clip.name))
