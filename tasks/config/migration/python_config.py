@@ -10,14 +10,16 @@ statement or a function that is not known may set is no longer known either.
 import ast
 import operator
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from tasks.config.errors import ConfigError
-from tasks.config.migration.script import Override, commands, value_of
+from tasks.config.migration.script import Array, Override, commands, value_of
 
 COMPUTED = "$COMPUTED"
 """Stands for a value that is not known."""
@@ -25,6 +27,10 @@ READING = frozenset({"lock", "unlock", "unlocked", "get", "items", "keys", "valu
 """Methods of a config that set nothing in it."""
 SHOWING = frozenset({"print", "str", "repr", "isinstance", "hasattr", "getattr", "type", "id", "list", "sorted"})
 """Functions that set nothing in a config that they are given."""
+TELLING = frozenset({"pprint", "pformat", "info", "debug", "warning", "log", "dumps", "makedirs"})
+"""Others, which may be a module's or an object's too."""
+COPYING = frozenset({"copy", "deepcopy", "copy_and_resolve_references"})
+"""Functions of a config, or its methods, that make another one of the same settings."""
 CHANGING = frozenset({"append", "extend", "insert", "update", "setdefault", "pop", "popitem", "remove", "clear"})
 """Methods of a list or a dict after which it is another one."""
 CALLED = "(...)"
@@ -62,7 +68,10 @@ OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.In: lambda left, right: left in right,
     ast.NotIn: lambda left, right: left not in right,
 }
-ARRAY_WORDS = re.compile(r"^\$\{(?P<name>[A-Za-z_]\w*)\[[@*]\]\}$")
+ARRAY_WORDS = re.compile(r"\$\{(?P<name>[A-Za-z_]\w*)\[[@*]\](?:[^{}]|\$\{[^{}]*\})*\}")
+"""What stands for an array's words, as `${X[@]}` and `${X[@]+"${X[@]}"}` do."""
+SHELL_TEXT = re.compile(r"^-[a-z]*c$")
+"""Goes before a text that a shell runs."""
 CONFIG_FILE = re.compile(r"^(?P<file>\S+\.py)(?::(?P<function>\w+))?$")
 SETTING = "config."
 """Begins an option of a command line that gives one setting another value, once the function has made all."""
@@ -87,6 +96,8 @@ class _Reader:
         settings: path -> value, in the order in which they were first given.
         places: the first part of a section's path that stood apart -> the path of where it is now.
         inner: functions within a function, by name; they are not run.
+        copies: the paths of sections that stood apart as a copy of another one.
+        config: what the outermost function calls so at its end.
         gpus: as the outermost function that says it does.
     """
 
@@ -95,6 +106,8 @@ class _Reader:
     settings: dict[str, Any] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
     inner: dict[str, ast.AST] = field(default_factory=dict)
+    copies: set[str] = field(default_factory=set)
+    config: Section = field(default_factory=Section)
     gpus: Any = None
     statements: int = 0
     apart: int = 0
@@ -105,11 +118,12 @@ class _Reader:
         if isinstance(returned, dict):
             self._fill("", returned)
         root = self._place(returned) if isinstance(returned, Section) else ""
+        aside = self.copies - {self.config.path}
         made: dict[str, Any] = {}
         for path, value in self.settings.items():
             if path.startswith(f"{root}.") or not path.startswith(APART):
                 made[path.removeprefix(f"{root}.")] = value
-            elif not isinstance(returned, Section) or path == root:
+            elif path == root or (not isinstance(returned, Section) and path.partition(".")[0] not in aside):
                 made[path.partition(".")[2] or WHOLE] = value
         return _by_field(made)
 
@@ -122,6 +136,7 @@ class _Reader:
         local.setdefault("config", Section())
         returned: list[Any] = []
         self._run(function.body, local, depth, returned)
+        self.config = local["config"] if isinstance(local["config"], Section) else Section()
         self.gpus = next((local[name] for name in GPUS if name in local), self.gpus)
         return returned[0] if returned else None
 
@@ -201,9 +216,11 @@ class _Reader:
 
     def _hand_over(self, call: ast.Call, local: dict[str, Any]) -> None:
         """What a call that is not run may set is not known: in the sections that it is given, and in its own list."""
-        *above, name = _dotted(call.func)
+        name = _dotted(call.func)[-1]
         path = self._path(call.func, local)
-        if name in (READING if above else (*SHOWING, *NAMES)):
+        if self._sets_nothing(call, local):
+            if isinstance(call.func, ast.Attribute):
+                self._change(call.func, local)
             return
         given = [*call.args, *(keyword.value for keyword in call.keywords)]
         if isinstance(call.func, ast.Attribute):
@@ -217,6 +234,18 @@ class _Reader:
         if function := self.inner.pop(name, None):  # one that calls itself does no more than it does once
             self._forget([function], local)
             self.inner[name] = function
+
+    def _sets_nothing(self, call: ast.Call, local: Mapping[str, Any]) -> bool:
+        """By its name: it shows or copies the config that it is given, or puts it into what is none."""
+        *above, name = _dotted(call.func)
+        own = self.beside.get(".".join(above), {}) if above else {**self.functions, **self.inner}
+        if name in own:
+            return False
+        if name in COPYING or name in (READING if above else (*SHOWING, *NAMES)):
+            return True
+        receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
+        of_config = self._path(call.func, local) is not None or (receiver and any(self._sections(receiver, local)))
+        return not of_config and (name in TELLING or (receiver is not None and name == "update"))
 
     def _change(self, method: ast.Attribute, local: dict[str, Any]) -> None:
         """A list or a dict is another one after some of its methods."""
@@ -462,6 +491,8 @@ class _Reader:
             return self.call(functions[name], given, depth + 1)
         if name.endswith("ConfigDict"):
             return self._config_dict(node, of)
+        if name in COPYING and name not in self.inner and (copied := _copied(node)):
+            return self._copy(of(copied))
         if not module and name == "dict":
             return self._mapping(node, of)
         arguments = [of(part) for part in (*node.args, *(keyword.value for keyword in node.keywords))]
@@ -470,6 +501,19 @@ class _Reader:
             return NAMES[name](*arguments) if known else COMPUTED
         self._hand_over(node, local)
         return COMPUTED
+
+    def _copy(self, value: Any) -> Any:
+        """Of a section one that stands apart, with the same settings; of anything else the same."""
+        if not isinstance(value, Section) or not self._has_fields(self._place(value)):
+            return value
+        self.apart += 1
+        path, apart = self._place(value), f"{APART}{self.apart}"
+        if path in self.settings:
+            self.settings[apart] = self.settings[path]
+        for below in self._below(path):
+            self.settings[_joined(apart, below.removeprefix(f"{path}.") if path else below)] = self.settings[below]
+        self.copies.add(apart)
+        return Section(apart)
 
     def _config_dict(self, node: ast.Call, of: Callable[[ast.expr], Any]) -> Section:
         """A section that stands apart, with what it is given; it is COMPUTED where that is not known."""
@@ -512,31 +556,99 @@ class Start:
 
 
 def named_by(script: str, source: str = "the script") -> Start | None:
-    """The command of a shell script that names a configuration, if there is one.
+    """The command of a shell script that names a configuration, if there is one; or else the array that does.
 
     Raises:
         ConfigError: there are several, of different runs.
     """
-    starts, arrays = list[Start](), dict[str, list[str]]()
-    for written, array in commands(script, source):
-        words = [word for one in written for word in _array_words(one, arrays)]
+    shell = _Shell()
+    for array, lines in groupby(commands(script, source), key=itemgetter(1)):
         if array:
-            arrays[array] = [*arrays.get(array, []), *words]
-        elif words[:1] not in (["echo"], ["printf"]):
-            given = _options(words)
-            found = CONFIG_FILE.match(given.get("config", ""))
-            start = Start(found["file"], found["function"], _gpus(given), _settings(given)) if found else None
-            starts += [start] if start and start not in starts else []
+            shell.assign(array, [word for words, _ in lines for word in words])
+        else:
+            for words, _ in lines:
+                shell.command(words)
+    starts = shell.starts or shell.of_arrays()
+    starts += [start for start in shell.replaced if not _is_named(start, starts)]
     if len(starts) > 1:
         named = ", ".join(f"{start.file}:{start.function}" for start in starts)
         raise ConfigError(f"{source} starts {len(starts)} runs ({named}): give one of them")
     return starts[0] if starts else None
 
 
-def _array_words(word: str, arrays: Mapping[str, list[str]]) -> list[str]:
-    """Those of the array that a word stands for; the word alone, if it stands for none."""
-    name = ARRAY_WORDS.match(word)
-    return arrays.get(name["name"], []) if name else [word]
+@dataclass
+class _Shell:
+    """What a script's commands and arrays name.
+
+    Attributes:
+        starts: of its commands.
+        arrays: name -> words, with those of other arrays in place.
+        inner: names of the arrays whose words are in another one.
+        replaced: by arrays that an `else` gave other words.
+        in_else: is that where the script is?
+    """
+
+    starts: list[Start] = field(default_factory=list)
+    arrays: dict[str, list[str]] = field(default_factory=dict)
+    inner: set[str] = field(default_factory=set)
+    replaced: list[Start] = field(default_factory=list)
+    in_else: bool = False
+
+    def assign(self, array: Array, words: list[str]) -> None:
+        """The last assignment of an array counts; in the branches of an `if` nobody knows which one that is."""
+        before = self.arrays.get(array.name, [])
+        made = [*(before if array.adds else []), *self._in_place(words)]
+        self.inner |= {name for word in words for name in ARRAY_WORDS.findall(word)} - {array.name}
+        self.arrays[array.name] = made
+        was, now = _start(before), _start(made)
+        if self.in_else and was and now and not _is_named(was, [now]):
+            self.replaced.append(was)
+
+    def command(self, words: list[str]) -> None:
+        if words[0] in ("else", "elif", "fi"):
+            self.in_else = words[0] != "fi"
+        start = None if words[0] in ("echo", "printf") else _start(self._in_place(_of_text(words)))
+        if start and start not in self.starts:
+            self.starts.append(start)
+
+    def of_arrays(self) -> list[Start]:
+        """For a script whose commands use its arrays in a way that is not read."""
+        found = [_start(words) for name, words in self.arrays.items() if name not in self.inner]
+        return [start for index, start in enumerate(found) if start and start not in found[:index]]
+
+    def _in_place(self, words: list[str]) -> list[str]:
+        """The words, with those of an array where one stands for them."""
+        names = [ARRAY_WORDS.fullmatch(word) for word in words]
+        return [
+            one
+            for word, name in zip(words, names, strict=True)
+            for one in (self.arrays.get(name["name"], []) if name else [word])
+        ]
+
+
+def _start(words: list[str]) -> Start | None:
+    given = _options(words)
+    found = CONFIG_FILE.match(given.get("config", ""))
+    return Start(found["file"], found["function"], _gpus(given), _settings(given)) if found else None
+
+
+def _is_named(start: Start, others: Sequence[Start]) -> bool:
+    """Do others name the same configuration, whatever else they say?"""
+    return (start.file, start.function) in [(other.file, other.function) for other in others]
+
+
+def _of_text(words: list[str]) -> list[str]:
+    """The words of a command, with those of a text that a shell runs in place of it: `eval "..."`, `bash -c "..."`."""
+    given = ["", *words]
+    runs = [words[0] == "eval" or SHELL_TEXT.match(before) is not None for before in given[:-1]]
+    return [one for word, is_text in zip(words, runs, strict=True) for one in (_split(word) if is_text else [word])]
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError:  # a quote that nothing closes
+        return text.split()
 
 
 def _options(words: list[str]) -> dict[str, str]:
@@ -668,6 +780,11 @@ def _dotted(node: ast.expr) -> list[str]:
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
         return [*_dotted(node.value), node.slice.value]
     return [node.id] if isinstance(node, ast.Name) else [""]
+
+
+def _copied(call: ast.Call) -> ast.expr | None:
+    """What a call that copies is given: its argument, or that of which it is a method."""
+    return call.args[0] if call.args else call.func.value if isinstance(call.func, ast.Attribute) else None
 
 
 def _entries(value: Any) -> int:

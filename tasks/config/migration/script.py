@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -29,9 +29,12 @@ OTHER = re.compile(
 GROUP = re.compile(r"^\+{0,2}[A-Za-z_][\w.]*[/@][\w./@-]*=|^~[A-Za-z_][\w.]*(?:=|$)|^--config-(?:name|path|dir)\b")
 """Such a word as no shell variable is written."""
 ARRAY = re.compile(
-    r"^\s*(?:(?:declare|local|readonly)\s+(?:-\w+\s+)*)?(?P<name>[A-Za-z_]\w*)\+?=\((?P<rest>.*)$", re.DOTALL
+    r"^\s*(?:(?:declare|local|readonly)\s+(?:-\w+\s+)*)?(?P<name>[A-Za-z_]\w*)(?P<adds>\+?)=\((?P<rest>.*)$",
+    re.DOTALL,
 )
 """Words for a later command; it goes on until its bracket closes."""
+NO_BRACKETS = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|(?<![^\s();])\#.*""", re.DOTALL)
+"""In it a bracket is only text: what is quoted, and a comment."""
 FLAG = re.compile(r"^(?P<path>--?[A-Za-z][\w-]*)(?:=(?P<value>.*))?$", re.DOTALL)
 THEIRS = re.compile(r"^verl(?:_omni)?\.")
 ENDS_COMMAND = re.compile(r"^(?:\|\|?|&&?|;|\d*[<>].*)$")
@@ -79,6 +82,19 @@ class Override:
         return self.path if has_none else f"{self.path}={self.value}"
 
 
+class Array(NamedTuple):
+    """One assignment of an array.
+
+    Attributes:
+        line: where it begins.
+        adds: to what the array held before, as `+=` does; otherwise it takes its place.
+    """
+
+    name: str
+    line: int
+    adds: bool
+
+
 def read_overrides(text: str, source: str = "the script") -> list[Override]:
     """All overrides of a script, or of a list with one override a line, in their order; a later one replaces an earlier
     one of the same path where it stands.
@@ -100,9 +116,9 @@ def read_overrides(text: str, source: str = "the script") -> list[Override]:
     return list(found.values())
 
 
-def commands(text: str, source: str) -> Iterator[tuple[list[str], str]]:
+def commands(text: str, source: str) -> Iterator[tuple[list[str], Array | None]]:
     """The words of each command of a script that does more than give variables values, and of each line of an array,
-    with the array's name, which is empty for a command. None of them is without words.
+    with that array. No command is without words, and `else` is one.
 
     Raises:
         ConfigError: a line with an override cannot be read.
@@ -112,7 +128,7 @@ def commands(text: str, source: str) -> Iterator[tuple[list[str], str]]:
         place = f"{source}, line {number}"
         words = _words(_filled(line, variables, place), place)
         for command in [words] if array else _commands(words):
-            if command and (array or not _assigns(command, variables)):
+            if array or (command and not _assigns(command, variables)):
                 yield command, array
 
 
@@ -130,6 +146,8 @@ def _commands(words: list[str]) -> Iterator[list[str]]:
         if word.strip(";"):
             command.append(word)
             continue
+        if command[:1] == ["else"]:
+            yield command[:1]
         yield command[1:] if command and command[0] in BEGINS else command
         command = []
 
@@ -196,15 +214,28 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
         yield start, whole
 
 
-def _without_brackets(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str, str]]:
-    """The lines, and the name of the array that each is in, if it is in one: then without that name and brackets."""
-    array = ""
+def _without_brackets(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str, Array | None]]:
+    """The lines, and the array that each is in, if it is in one: then without its name and brackets."""
+    array: Array | None = None
     for number, line in lines:
         begins = None if array else ARRAY.match(line)
-        array, inside = (begins["name"], begins["rest"]) if begins else (array, line)
-        closes = bool(array) and inside.count(")") > inside.count("(")
-        yield number, inside.rstrip().removesuffix(")") if closes else inside, array
-        array = "" if closes else array
+        inside = begins["rest"] if begins else line
+        array = Array(begins["name"], number, bool(begins["adds"])) if begins else array
+        end = _closing(inside) if array else None
+        yield number, inside[:end], array
+        if end is not None:
+            array = None
+            yield number, inside[end + 1 :], None
+
+
+def _closing(line: str) -> int | None:
+    """Where a bracket closes that was opened before the line; None where none does."""
+    depth = 0
+    for index, character in enumerate(NO_BRACKETS.sub(lambda match: " " * len(match[0]), line)):
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if depth < 0:
+            return index
+    return None
 
 
 def _words(line: str, place: str) -> list[str]:

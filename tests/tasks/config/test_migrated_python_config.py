@@ -244,6 +244,32 @@ def test_a_command_names_its_configuration() -> None:
             Start("c/grpo.py", "ocr", 4, {"seed": 3}),
         ),
         ('A=(\n)\nB=(--config b.py:two)\n"${A[@]}"\nrun --config a.py:one', Start("a.py", "one")),
+        (
+            'A=(--config a.py:f --config.lr=1e-2)\nA=(--config a.py:g)\nA+=(\n  --config.seed=3\n)\nrun "${A[@]}"',
+            Start("a.py", "g", None, {"seed": 3}),
+        ),
+        ('A=(--config a.py:f --config.a=1)\nA=()\nA+=(--config a.py:g)\nrun "${A[@]}"', Start("a.py", "g")),
+        (
+            'A=(--config a.py:f)\nA=(\n  "${A[@]}"\n  --config.a=1\n)\nrun "${A[@]}"',
+            Start("a.py", "f", None, {"a": 1}),
+        ),
+        ('A=(--config a.py:f)\nrun --num_processes=4 ${A[@]+"${A[@]}"}', Start("a.py", "f", 4)),
+        ('A=(--config a.py:f)\neval "torchrun --nproc_per_node=4 t.py ${A[*]}"', Start("a.py", "f", 4)),
+        ('A=(--config a.py:f)\nbash -lc "cd x && torchrun --nproc_per_node=4 ${A[*]}"', Start("a.py", "f", 4)),
+        ('A=(--config a.py:f)\neval "it\'s ${A[*]}"', Start("a.py", "f")),
+        (
+            'A=(--config a.py:f)\nB=("${A[@]}" --num_processes=4)\nssh host "python t.py ${B[*]}"',
+            Start("a.py", "f", 4),
+        ),
+        (
+            'A=(\n  --config x.py:f  # text :)\n  "--config.prompt=a) b"\n  --config.lr=1\n) # all :)\nrun "${A[@]}"',
+            Start("x.py", "f", None, {"prompt": "a) b", "lr": 1}),
+        ),
+        ('A=(--config x.py:f); run --num_processes=4 "${A[@]}"', Start("x.py", "f", 4)),
+        (
+            "if x; then\n  A=(--config a.py:f --config.a=1)\nelse\n  A=(--config a.py:f)\nfi\nrun ${A[@]}",
+            Start("a.py", "f"),
+        ),
     ],
 )
 def test_what_the_command_says_itself_is_read(command: str, start: Start) -> None:
@@ -259,7 +285,9 @@ def test_a_setting_of_the_command_goes_before_the_functions(file: Path) -> None:
 def test_a_script_of_several_runs_is_refused() -> None:
     lines = "python t.py --config a.py:one\npython t.py --config a.py:two\npython t.py --config a.py:one"
     arrays = 'A=(--config a.py:one)\nB=(--config a.py:two)\npython t.py "${A[@]}"\npython t.py "${B[@]}"'
-    for script in (lines, arrays):
+    unread = 'A=(--config a.py:one)\nB=(--config a.py:two)\nssh host "t.py ${A[*]}"\nssh host "t.py ${B[*]}"'
+    branches = 'if x; then\n  A=(--config a.py:two)\nelse\n  A=(--config a.py:one)\nfi\nrun --num_processes=4 "${A[@]}"'
+    for script in (lines, arrays, unread, branches):
         with pytest.raises(ConfigError, match=r"starts 2 runs \(a.py:one, a.py:two\): give one of them"):
             named_by(script)
 
@@ -303,6 +331,15 @@ def test_a_script_of_several_runs_is_refused() -> None:
             {**STEPS, "reward_fn": {"a": 1, "b": 2}},
         ),
         ("config.update(ConfigDict(sample=dict(num_steps=25)))", STEPS),
+        ("config = copy.deepcopy(config)\n    config.resolution = 256", {"seed": 1, "resolution": 256}),
+        ("config = deepcopy(config)\n    config.seed = 3\n    return config", {"seed": 3, "reward_fn": {"a": 1.0}}),
+        ("config = config.copy_and_resolve_references()\n    config.sample.num_steps = 25", {"seed": 1, **STEPS}),
+        ("kept = copy.deepcopy(config)\n    kept.seed = 3", {"seed": 1}),
+        ("kept = copy.deepcopy(config)\n    kept.seed = 3\n    return config", {"seed": 1}),
+        ("config.sample.num_steps = 25\n    config.train = copy.copy(config.sample)", {**STEPS, "train.num_steps": 25}),
+        ("config.sample = ConfigDict(more)\n    config.train = copy.copy(config.sample)", {"train": COMPUTED}),
+        ("config.train.rewards = copy.copy(config.reward_fn)", {"train.rewards.a": 1.0}),
+        ("config.train.other = copy.copy(config.unset)", {"train.other": COMPUTED}),
     ],
 )
 def test_whatever_way_a_setting_is_made_it_is_read_or_told(lines: str, found: dict[str, Any], tmp_path: Path) -> None:
@@ -337,6 +374,9 @@ def test_whatever_way_a_setting_is_made_it_is_read_or_told(lines: str, found: di
         "setattr(config.sample, more, 5)",
         "config.sample.update(more)",
         "config.sample.update({**more})",
+        "(config.sample or more).update(config.sample)",
+        "def log(c): c.a = 9\n    log(config.sample)",
+        "def copy(c): c.a = 9\n    copy(config.sample)",
         "config = imported(config)\n    config.seed = 3",
         "config = imported()\n    config.seed = 3",
     ],
@@ -361,6 +401,11 @@ def test_what_is_not_known_to_be_set_is_no_longer_known(lines: str, tmp_path: Pa
         "path = os.path.join(config.sample.folder, 'x')",
         "text = f'{config.sample} {config.sample.a}'",
         "import os as config",
+        "logging.info(config)\n    logger.log(20, config)\n    if more:\n        logging.debug(config)",
+        "pprint.pprint(config)\n    text = pformat(config)",
+        "wandb.config.update(config)\n    os.makedirs(config.sample)",
+        "kept = json.dumps(config, default=str)",
+        "if more:\n        kept = copy.deepcopy(config)",
         "n: int",
         "def g(c): return c.a",
     ],
@@ -380,6 +425,7 @@ def test_what_only_reads_a_config_leaves_it_known(lines: str, tmp_path: Path) ->
         ("rewards['b'] = 2.0", {"a": 1.0, "b": 2.0}),
         ("rewards[more] = 2.0", COMPUTED),
         ("rewards.update(b=2.0)", COMPUTED),
+        ("rewards.update(config)", COMPUTED),
         ("rewards.get('a')", {"a": 1.0}),
     ],
 )

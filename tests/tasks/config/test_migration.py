@@ -377,6 +377,18 @@ def test_of_other_commands_no_word_is_taken() -> None:
         assert [one.path for one in read_overrides(script)] == ["a.b"], script
 
 
+def test_a_bracket_in_quotes_or_a_comment_closes_no_array() -> None:
+    script = """ARGS=(   # text :)
+      a.b=1  # more :)
+      "a.c=x) y" 'a.d=(' a.e=\\)
+      plain=2
+    )  # all :)
+    python -m verl_omni.trainer.main_diffusion "${ARGS[@]}" a.f=3
+    """
+    found = {override.path: override.value for override in read_overrides(script)}
+    assert found == {"a.b": 1, "a.c": "x) y", "a.d": "(", "a.e": ")", "plain": 2, "a.f": 3}
+
+
 def test_an_array_is_of_the_command_too() -> None:
     script = """NAMES=(one two)
     local -a ARGS=(a.b=1 plain=2)
