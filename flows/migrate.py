@@ -11,8 +11,9 @@ import yaml
 from tasks.cli.terminal import Debug, in_a_sentence, run_command
 from tasks.config.errors import ConfigError
 from tasks.config.migration.flow_grpo import FLOW_GRPO
-from tasks.config.migration.python_config import named_by, read_config
+from tasks.config.migration.python_config import read_config
 from tasks.config.migration.script import read_overrides
+from tasks.config.migration.starting_command import named_by
 from tasks.config.migration.translate import KINDS, Translation, translate
 
 

@@ -9,8 +9,9 @@ import pytest
 from tasks.config.errors import ConfigError, field_paths
 from tasks.config.migration.flow_grpo import FLOW_GRPO, READS, RULES
 from tasks.config.migration.outcome import Elsewhere, Problem, Taken
-from tasks.config.migration.python_config import COMPUTED, Start, named_by, read_config
+from tasks.config.migration.python_config import COMPUTED, read_config
 from tasks.config.migration.script import Override
+from tasks.config.migration.starting_command import Start, named_by
 from tasks.config.migration.translate import Translation, translate
 from tasks.config.overrides import flat
 from tasks.config.tree import TrainConfig
