@@ -176,7 +176,7 @@ class PublicTraining:
         self.held_out = load_prompts(config.data.prompts, "test")
         self.groups, self.samples_each = config.data.train_batch_size, rollout.n
         self.batch = rollout.micro_batch_size
-        pipeline = StableDiffusion3Pipeline.from_pretrained(model.path, torch_dtype=torch.float32)
+        pipeline = StableDiffusion3Pipeline.from_pretrained(model.path, dtype=torch.float32)
         pipeline.set_progress_bar_config(disable=True)
         self.pipeline = pipeline.to(self.device)
         for part in ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"):

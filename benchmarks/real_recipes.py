@@ -368,7 +368,7 @@ def draw_with(model: str, weights: str, device: str) -> None:
 
     lora = (Path(weights) / "pytorch_lora_weights.safetensors").is_file()
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(model if lora else weights, torch_dtype=dtype).to(device)
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(model if lora else weights, dtype=dtype).to(device)
     if lora:
         pipeline.load_lora_weights(weights)
         added = [p.abs().max().item() for name, p in pipeline.transformer.named_parameters() if ".lora_B." in name]

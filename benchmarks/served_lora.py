@@ -34,7 +34,8 @@ from torch import nn
 from benchmarks.local_services import wait_until
 from flows.lora_for_server import convert
 from models.config.algo import DiffusionRolloutAlgoConfig
-from models.config.model import LORA_FILE, ModelConfig
+from models.config.exported import LORA_FILE
+from models.config.model import ModelConfig
 from models.config.pipeline import DiffusionPipelineConfig
 from models.families.base import DiffusionModelBase, DiffusionModelConfig, read_architecture
 from models.weights.trainable import meta_module, save_lora, trainable
@@ -73,7 +74,7 @@ def by_diffusers(model: Path, weights: Path, call: dict[str, Any], device: str, 
     """Both pictures by the model's own pipeline."""
     import diffusers
 
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(model, torch_dtype=dtype).to(device)
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(model, dtype=dtype).to(device)
     pipeline.set_progress_bar_config(disable=True)
 
     def drawn() -> np.ndarray:

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from models.config.algo import DiffusionRolloutAlgoConfig
-from models.config.model import LORA_FILE, ModelConfig
+from models.config.exported import LORA_FILE
+from models.config.model import ModelConfig
 from models.config.pipeline import DiffusionPipelineConfig
 from models.families import load_families
 from models.families.base import DiffusionModelBase, DiffusionModelConfig, read_architecture

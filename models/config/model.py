@@ -1,22 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`actor_rollout_ref.model`: which checkpoint, and which of its weights are trained."""
 
-from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from models.config.section import Later, Section
-
-TRANSFORMER = "transformer"
-"""Folder of the denoiser in diffusers format."""
-LORA_FILE = "pytorch_lora_weights.safetensors"
-"""Of an export of LoRA weights, as diffusers reads it."""
-
-
-def holds_weights(folder: Path) -> bool:
-    """Is it a folder that a run exported, by the names in it?"""
-    return (folder / LORA_FILE).is_file() or (folder / TRANSFORMER / "config.json").is_file()
 
 
 class ModelConfig(Section):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from models.config.model import TRANSFORMER
+from models.config.exported import TRANSFORMER
 
 if TYPE_CHECKING:
     from models.config.algo import DiffusionRolloutAlgoConfig

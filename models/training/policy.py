@@ -27,7 +27,7 @@ from models.algorithms.losses import (
     check_result,
     velocity_distance,
 )
-from models.config.model import LORA_FILE
+from models.config.exported import LORA_FILE
 from models.families.base import UNCONDITIONAL, DiffusionModelBase, DiffusionModelConfig
 from models.registry import WrongAnswer
 from models.schedulers import FlowMatchSDEDiscreteScheduler

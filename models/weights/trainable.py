@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from models.config.model import LORA_FILE, TRANSFORMER, holds_weights
+from models.config.exported import LORA_FILE, TRANSFORMER, holds_weights
 from models.errors import DoubleflowError
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.families.latents import filled_config, transformer_config

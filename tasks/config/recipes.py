@@ -22,6 +22,8 @@ from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.system.distinct_names import plain_json, plain_yaml
 
 PREFECT_FILE = Path("prefect.yaml")
+RECORD = frozenset({"mlflow_run_id", "config"})
+"""What a run's run.json has, beside its name."""
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
@@ -63,12 +65,14 @@ def _deployments(file: Path) -> list[Mapping[str, Any]]:
 
 
 def load_config(file: Path) -> TrainConfig:
-    """A whole config as JSON or YAML, as a run records it.
+    """A whole config as JSON or YAML, as a run records it: the config.json of its artifacts, or its folder's run.json.
 
     Raises:
         RecipeError: the file is missing, or is no config.
     """
-    return validate_section(TrainConfig, read_yaml(file, "give a config.json of a run"), str(file))
+    found = read_yaml(file, "give a run's config.json, or the run.json of its folder")
+    is_record = isinstance(found, Mapping) and found.keys() >= RECORD
+    return validate_section(TrainConfig, found["config"] if is_record else found, str(file))
 
 
 def explain_fields(config: TrainConfig, word: str) -> str:

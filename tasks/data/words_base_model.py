@@ -83,7 +83,7 @@ def score_words_model(
     from models.words_stable_diffusion_3.build import T5_TOKENS
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    pipeline = StableDiffusion3Pipeline.from_pretrained(folder, torch_dtype=dtype).to(device)
+    pipeline = StableDiffusion3Pipeline.from_pretrained(folder, dtype=dtype).to(device)
     pipeline.set_progress_bar_config(disable=True)
     scores: list[float] = []
     exact: list[int] = []

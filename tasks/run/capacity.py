@@ -209,6 +209,25 @@ def colocated_rewards(config: TrainConfig) -> float:
     )
 
 
+def uncounted_rewards(config: TrainConfig) -> str | None:
+    """Which rewards compute on a GPU that nothing gives them, in a sentence; None where there are none.
+
+    Ray hides no GPU from a worker that asked for none.
+    """
+    labels = [
+        label
+        for label, (_, entry) in config.reward.named().items()
+        if str(entry.options.get("device")).startswith("cuda") and not (entry.num_gpus or entry.is_colocated)
+    ]
+    if not labels:
+        return None
+    return (
+        f"{', '.join(f'reward.functions.{label}' for label in labels)}: the option device is cuda, but num_gpus is 0, "
+        "so all workers take the first GPU, which neither Ray nor the estimate of memory counts: set num_gpus to each "
+        "worker's share of one, or placement to colocated"
+    )
+
+
 def _weights_of_reward(label: str, name: str, options: Mapping[str, Any]) -> float:
     declared = getattr(check_reward(name, **options), "gpu_models", None)
     folders, dtype = ([], "") if declared is None else declared(options)

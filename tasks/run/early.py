@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from models.config.actor import DiffusionActorConfig
-from models.config.model import LORA_FILE, ModelConfig, holds_weights
+from models.config.exported import LORA_FILE, holds_weights
+from models.config.model import ModelConfig
 from models.errors import DoubleflowError
 from models.families import load_others
 from tasks.actors.interpreter import check_interpreter

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from models.config.model import LORA_FILE, TRANSFORMER
+from models.config.exported import LORA_FILE, TRANSFORMER
 from models.families.base import DiffusionModelBase, DiffusionModelConfig, read_architecture
 from models.rollout.vllm_omni.engine import check_tensor_split, pipeline_class
 from models.runtime.projections import not_fused

@@ -25,7 +25,7 @@ from tasks.data.prompts import Prompt
 from tasks.data.rewriting import get_rewriting
 from tasks.records.lineage import dvc_hashes
 from tasks.records.second_trackers import check_libraries
-from tasks.run.capacity import Needs, check_disk, measure_cost, needs
+from tasks.run.capacity import Needs, check_disk, measure_cost, needs, uncounted_rewards
 from tasks.run.data_checks import open_data
 from tasks.run.early import check_folder, check_home_signs, check_rewards, raising_config_errors
 from tasks.run.gpu_capacity import check_fits
@@ -117,6 +117,8 @@ def check_inputs(config: TrainConfig, trains: bool = True, recorded: TrainConfig
     inputs = _with_costs(inputs, costs) if trains else inputs
     if trains and (unread := told(config)) is not None:
         log.warning(unread)
+    if (uncounted := uncounted_rewards(config)) is not None:
+        log.warning(uncounted)
     return replace(inputs, digest=f"{inputs.digest}-{_weights_digest(config, trains)}")
 
 

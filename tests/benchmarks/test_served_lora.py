@@ -9,7 +9,7 @@ from diffusers import DiffusionPipeline
 
 from benchmarks.served_lora import GUIDANCE, agree, draw_lora
 from flows.lora_for_server import convert
-from models.config.model import LORA_FILE
+from models.config.exported import LORA_FILE
 from models.families.base import read_architecture
 from models.weights.stored import file_shapes
 from models.weights.trainable import export_weights, make_trainable, trainable

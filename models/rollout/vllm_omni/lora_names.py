@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.config.model import LORA_FILE
+from models.config.exported import LORA_FILE
 from models.rollout.vllm_omni.pipeline import RolloutPipeline
 from models.weights.trainable import ADAPTER_NAME
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.served_lora import draw_lora
 from flows.lora_for_server import convert
-from models.config.model import LORA_FILE
+from models.config.exported import LORA_FILE
 from models.families.qwen_image import QwenImage
 from models.rollout.vllm_omni.lora_names import packed
 from models.weights.trainable import export_weights, make_trainable, trainable

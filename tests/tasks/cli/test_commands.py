@@ -24,7 +24,7 @@ from typer.testing import CliRunner, Result
 
 from flows import lora_for_server, prepare, services
 from models.algorithms import advantages
-from models.config.model import LORA_FILE
+from models.config.exported import LORA_FILE
 from tasks.actors import ray_address
 from tasks.actors.cluster import ClusterError
 from tasks.cli import commands

@@ -2,6 +2,7 @@
 """Every deployment of prefect.yaml is one that its flow would accept."""
 
 import importlib
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -323,6 +324,18 @@ def test_a_section_that_says_nothing_of_the_rewards_leaves_them_to_a_path_below(
     changed = recipe.with_changes(parse_changes(settings, recipe=recipe)).reward
     assert changed.functions["ocr"].options == recipe.reward.functions["ocr"].options
     assert [*changed.functions] == [*recipe.reward.functions]
+
+
+def test_a_runs_own_record_is_a_config_too(tmp_path: Path) -> None:
+    """The one file of JSON in a run's folder."""
+    config = recipe_of("words").with_changes(parse_changes(["trainer.seed=7"]))
+    record = {"mlflow_run_id": "0a1b", "run_name": "words", "config": config.model_dump(mode="json")}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    assert load_config(tmp_path / "run.json") == config
+    record["config"]["trainer"]["sead"] = 1
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    with pytest.raises(RecipeError, match=r"run\.json: trainer has no field 'sead'"):
+        load_config(tmp_path / "run.json")
 
 
 def test_files_of_overrides_are_laid_over_one_another_in_the_order_given(tmp_path: Path) -> None:

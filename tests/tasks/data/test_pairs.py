@@ -17,7 +17,7 @@ from PIL import ExifTags, Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.config.model import LORA_FILE
+from models.config.exported import LORA_FILE
 from models.families.qwen_image import QwenImage
 from models.schedulers.noise_keys import NoiseKey
 from models.weights.trainable import export_weights, make_trainable, trainable

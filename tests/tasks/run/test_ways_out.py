@@ -12,7 +12,15 @@ from models.cost.memory import GIB
 from models.cost.meta_pass import PassCost
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
-from tasks.run.capacity import REWARD_PROCESS, DoesNotFit, Model, colocated_rewards, needs, update_of_rank
+from tasks.run.capacity import (
+    REWARD_PROCESS,
+    DoesNotFit,
+    Model,
+    colocated_rewards,
+    needs,
+    uncounted_rewards,
+    update_of_rank,
+)
 from tasks.run.gpu_capacity import check_fits, shortfall
 from tasks.run.host_check import check_host
 from tests.models.cost.test_memory import COST
@@ -176,6 +184,16 @@ def test_rewards_on_the_trainers_gpus_are_counted(tiny_model: Path, tmp_path: Pa
     (model / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
     with pytest.raises(ConfigError, match=r"reward\.functions\.seen: a model is .*clip, whose .*cannot be read"):
         counted()
+
+
+def test_a_reward_on_a_gpu_that_nothing_counts_is_told() -> None:
+    reads = {"reward": "ocr", "options": {"device": "cuda"}}
+    entries = {"first": reads, "second": reads | {"num_gpus": 0.5}, "third": reads | {"placement": "colocated"}}
+    config = TrainConfig.model_validate({"reward": {"functions": entries}, "trainer": {"device": "cuda"}})
+    said = uncounted_rewards(config)
+    assert said is not None
+    assert said.startswith("reward.functions.first: the option device is cuda, but num_gpus is 0, so all workers take")
+    assert uncounted_rewards(TrainConfig()) is None
 
 
 def test_a_reward_that_leaves_the_update_no_room_is_to_go_elsewhere(tiny_model: Path) -> None:
