@@ -4,7 +4,6 @@
 import json
 import re
 import shutil
-import stat
 from collections.abc import Callable, Mapping, Set, Sized
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from models.config.exported import LORA_FILE, TRANSFORMER, holds_weights
+from models.config.exported import LORA_FILE, TRANSFORMER, check_holds_weights, let_owner_write
 from models.errors import DoubleflowError
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.families.latents import filled_config, transformer_config
@@ -172,7 +171,7 @@ def export_weights(
         save_lora(module, model_config, folder)
         return
     shutil.copytree(model_config.path, folder, ignore=_beside_the_pipeline(Path(model_config.path)))
-    _let_owner_write(folder)
+    let_owner_write(folder)
     module.save_pretrained(folder / TRANSFORMER)
 
 
@@ -188,15 +187,6 @@ def save_lora(module: Any, model_config: DiffusionModelConfig, folder: Path) -> 
         transformer_lora_layers={name: tensor.contiguous() for name, tensor in lora.items()},
         transformer_lora_adapter_metadata=module.peft_config[ADAPTER_NAME].to_dict(),
     )
-
-
-def _let_owner_write(folder: Path) -> None:
-    """Into a folder that `copytree` made, and those in it: it copies the modes too, and a base model's may be
-    read-only."""
-    folder.chmod(folder.stat().st_mode | stat.S_IRWXU)
-    for inner in folder.iterdir():
-        if inner.is_dir():
-            _let_owner_write(inner)
 
 
 def _beside_the_pipeline(base: Path) -> Callable[[str, list[str]], set[str]]:
@@ -266,12 +256,8 @@ def check_exported(
             model.
     """
     model = model_config.model
+    check_holds_weights(folder, given)
     lora, full = (folder / LORA_FILE).is_file(), (folder / TRANSFORMER / "config.json").is_file()
-    if not holds_weights(folder):
-        raise ValueError(
-            f"{given}, which holds neither {LORA_FILE} nor transformer/: give the folder that a run exported, "
-            "runs/<run name>/weights"
-        )
     if lora != model_config.trains_lora:
         held, wanted = ("LoRA weights", "0, which trains all") if lora else ("full weights", f"{model.lora_rank}")
         raise ValueError(

@@ -60,11 +60,14 @@ class RolloutWorker:
         self.arrival: Arrival | None = None
         self._loading, self._sampled_until = threading.Lock(), 0.0
         if not (settings.sleeps and _is_started_again()):
-            self.engine  # noqa: B018  # it loads
+            self._load_once()
 
     @property
     def engine(self) -> RolloutEngine:
         """Loaded, if it was not yet."""
+        return self._load_once()
+
+    def _load_once(self) -> RolloutEngine:
         with self._making:
             if self._engine is None:
                 self._engine = self._loaded_engine()
@@ -184,7 +187,7 @@ class RolloutWorker:
     def wake(self) -> None:
         """Be ready for new weights and samples."""
         if self._engine is None:
-            self.engine  # noqa: B018  # it loads, and is awake
+            self._load_once()  # and is awake
         else:
             self._engine.wake()
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from models.config.exported import check_holds_weights
 from tasks.cli.terminal import Debug, import_mlflow, in_a_sentence, run_command, run_flow
 from tasks.config.errors import ConfigError, RecipeError
 from tasks.config.recipes import (
@@ -29,7 +30,7 @@ from tasks.config.recipes import (
 from tasks.config.sweep import SweepConfig, check_fields, with_search
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig, TrainOverrides
-from tasks.run.early import check_early, check_folder, check_holds_weights, check_tracking
+from tasks.run.early import as_config_errors, check_early, check_folder, check_tracking
 
 QUICKSTART = "quickstart"
 Recipe = Annotated[
@@ -117,10 +118,11 @@ def validate(
     """Measure one set of weights on the held-out prompts."""
     with in_a_sentence(debug):
         chosen, changed = _chosen(recipe, config, changes, overrides, trains=False)
-        if weights is not None and not weights.is_dir():
-            raise ConfigError(f"--weights is {weights}, which is not a folder: give one that a run exported")
         if weights is not None:
-            check_holds_weights(weights, "--weights")
+            if not weights.is_dir():
+                raise ConfigError(f"--weights is {weights}, which is not a folder: give one that a run exported")
+            with as_config_errors():
+                check_holds_weights(weights, f"--weights is {weights}")
 
         for name, value in sorted(run_flow(flow_of("validate"), debug, chosen, weights, changed).items()):
             typer.echo(f"{name:32} {value:.4f}")

@@ -5,7 +5,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -45,6 +45,8 @@ class EmbeddingsIndex:
 
 
 _EMBEDDINGS_INDEX = TypeAdapter(EmbeddingsIndex)
+JSON_ERRORS = (TypeError, ValueError, RecursionError)
+"""What a value that JSON has no form for ends in."""
 
 
 @dataclass(frozen=True)
@@ -221,12 +223,20 @@ def _target(row: PromptRow, pattern: str | None) -> str | None:
 
 def _metadata(row: PromptRow) -> str:
     metadata = {key: value for key, value in row.fields.items() if key not in ("uid", "target", "split")}
+    try:
+        return json.dumps(metadata, ensure_ascii=False, sort_keys=True, allow_nan=False)
+    except JSON_ERRORS as error:
+        raise _without_json(metadata, row.source) from error
+
+
+def _without_json(metadata: Mapping[str, Any], source: str) -> DatasetError:
+    """The error of metadata that JSON has no form for; it names the key."""
     for key, value in metadata.items():
         try:
             json.dumps({key: value}, sort_keys=True, allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise DatasetError(
-                f"{row.source}: {key!r} cannot be kept as metadata in JSON: {error}; leave it out, as by naming the "
+        except JSON_ERRORS as error:
+            return DatasetError(
+                f"{source}: {key!r} cannot be kept as metadata in JSON: {error}; leave it out, as by naming the "
                 "others in the `columns` of the file's entry in params.yaml, or give it as text or a number"
-            ) from error
-    return json.dumps(metadata, ensure_ascii=False, sort_keys=True, allow_nan=False)
+            )
+    return DatasetError(f"{source}: the metadata cannot be kept as JSON, as its keys have no order among them")

@@ -50,9 +50,11 @@ def open_data(
     test = held_out[: config.actor_rollout_ref.rollout.val_kwargs.max_prompts]
     embeddings, made_by = _open_embeddings(config, model_config)
     content = config.data.prompts.read_bytes() + made_by
-    pairs = None
+    pairs, encoded = None, train + test
     if trains and not config.is_online:
-        pairs = _open_pairs(config, embeddings, latent_shape, {prompt.uid for prompt in held_out})
+        every = load_prompts(config.data.prompts)
+        pairs = _open_pairs(config, embeddings, latent_shape, every, {prompt.uid for prompt in held_out})
+        encoded = encoded + _of_pairs_alone(pairs, every, encoded)
         content += (config.data.pairs / INDEX).read_bytes()
     if trains:
         _check_count(config, len(train) if pairs is None else len(pairs.pairs))
@@ -64,7 +66,7 @@ def open_data(
         )
     if isinstance(embeddings, PromptEmbeddings):
         check_embeddings(config, model_config, embeddings)
-        encoded = [*train, *test, *_of_pairs_alone(config, pairs, train + test)]
+        check_encoded(config.data.prompts, encoded, embeddings)
         check_negatives(config, model_config, config.data.prompts, encoded, embeddings)
     if config.is_online or not trains:
         # What a function of the user's makes of the train prompts is known when it is called.
@@ -120,13 +122,11 @@ def check_negatives(
     prompts: Sequence[Prompt],
     embeddings: PromptEmbeddings,
 ) -> None:
-    """What was encoded is what the rows say: the text, see `check_encoded`, and what guidance contrasts it with;
-    without guidance that is nobody's matter.
+    """What guidance contrasts a prompt with is what its row says; without guidance it is nobody's matter.
 
     Raises:
-        ConfigError: the row's text or its negative prompt is another than the one that was encoded.
+        ConfigError: the row's negative prompt is another than the one that was encoded.
     """
-    check_encoded(table, prompts, embeddings)
     rollout, adapter = config.actor_rollout_ref.rollout, DiffusionModelBase.get_class(model_config)
     if not any(adapter.is_guided(pipeline) for pipeline in (rollout.pipeline, rollout.validation_pipeline())):
         return
@@ -166,23 +166,26 @@ def _open_embeddings(config: TrainConfig, model_config: DiffusionModelConfig) ->
     return open_live(config, model_config), text_side(config).encode()
 
 
-def _of_pairs_alone(config: TrainConfig, pairs: PairDataset | None, known: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts of pairs that are of a split which nothing else is read of."""
-    if pairs is None:
-        return []
+def _of_pairs_alone(pairs: PairDataset, every: Sequence[Prompt], known: Sequence[Prompt]) -> list[Prompt]:
+    """Those of all prompts that pairs have and that are of a split which nothing else is read of."""
     uids = {pair.prompt_uid for pair in pairs.pairs} - {prompt.uid for prompt in known}
-    return [prompt for prompt in load_prompts(config.data.prompts) if prompt.uid in uids]
+    return [prompt for prompt in every if prompt.uid in uids]
 
 
 def _open_pairs(
-    config: TrainConfig, embeddings: Embeddings, latent_shape: tuple[int, ...], held_out: set[str]
+    config: TrainConfig,
+    embeddings: Embeddings,
+    latent_shape: tuple[int, ...],
+    every: Sequence[Prompt],
+    held_out: set[str],
 ) -> PairDataset:
     """The pairs fit the model's latents, and their prompts are encoded and none of them is held out.
 
     Args:
+        every: all prompts of the table.
         held_out: uids, also of prompts that validation does not draw.
     """
-    pairs = PairDataset.open(config.data.pairs).named_by(load_prompts(config.data.prompts))
+    pairs = PairDataset.open(config.data.pairs).named_by(every)
     if pairs.latent_shape != tuple(latent_shape):
         raise ConfigError(
             f"{config.data.pairs} holds latents {list(pairs.latent_shape)} but rollout.pipeline height and width make "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from models.config.actor import DiffusionActorConfig
-from models.config.exported import LORA_FILE, holds_weights
+from models.config.exported import check_holds_weights
 from models.config.model import ModelConfig
 from models.errors import DoubleflowError
 from models.families import load_others
@@ -114,22 +114,15 @@ def check_files(config: TrainConfig, trains: bool = True) -> None:
         advice = "`dvc repro pairs` makes it" if own_pairs else "`python -m flows.prepare pairs --out` makes one"
         needed["data.pairs"] = (data.pairs / "index.json", advice)
     if trains and model.initial_weights is not None:
-        check_holds_weights(Path(model.initial_weights), "actor_rollout_ref.model.initial_weights")
+        given = f"actor_rollout_ref.model.initial_weights is {model.initial_weights}"
+        with as_config_errors():
+            check_holds_weights(Path(model.initial_weights), given)
     for field, (file, advice) in needed.items():
         if file.is_dir():
             raise ConfigError(f"{field} is {file}, which is a folder: give the file in it")
         if not file.is_file():
             folder = file.parent if file.name in ("model_index.json", "index.json") else file
             raise ConfigError(f"{field} is {folder}, but {file} does not exist: {advice}")
-
-
-def check_holds_weights(folder: Path, field: str) -> None:
-    """It is a folder that a run exported, by the names in it. Raises ConfigError, which names the field."""
-    if not holds_weights(folder):
-        raise ConfigError(
-            f"{field} is {folder}, which holds neither {LORA_FILE} nor transformer/: give the folder that a run "
-            "exported, runs/<run name>/weights"
-        )
 
 
 def _made_by(data: DataConfig, field: str) -> str:

@@ -20,7 +20,7 @@ from tasks.config.tree import TrainConfig
 from tasks.data.embeddings import INDEX, Embeddings, PromptEmbeddings
 from tasks.data.prompts import Prompt, load_prompts
 from tasks.records.comparison import Interval, score_columns
-from tasks.run.data_checks import check_negatives, check_scored, check_texts
+from tasks.run.data_checks import check_encoded, check_negatives, check_scored, check_texts
 from tasks.run.early import as_config_errors
 from tasks.run.encoding_checks import check_embeddings
 from tasks.run.preflight import Inputs
@@ -187,6 +187,7 @@ def _load(
     with as_config_errors():
         check_texts(entry.prompts, prompts)
         check_embeddings(config, model_config, embeddings, f"measurement.sets.{name}.embeddings")
+        check_encoded(entry.prompts, prompts, embeddings)
         check_negatives(config, model_config, entry.prompts, prompts, embeddings)
         check_scored(config, prompts)
     return prompts, embeddings

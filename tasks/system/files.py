@@ -8,7 +8,6 @@ import hashlib
 import os
 import re
 import shutil
-import stat
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from models.config.exported import let_owner_write
 from models.errors import DoubleflowError, naming_the_disk
 
 READERS = 8
@@ -176,20 +176,10 @@ def remove(*paths: Path) -> None:
     read-only."""
     for path in paths:
         if path.is_dir() and not path.is_symlink():
-            _let_owner_empty(path)
+            let_owner_write(path)
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-def _let_owner_empty(folder: Path) -> None:
-    """Of what is in it, and in the folders in it, as far as they are this user's: nothing goes from a read-only one."""
-    found = folder.stat()
-    if found.st_uid == os.geteuid() and found.st_mode & stat.S_IRWXU != stat.S_IRWXU:
-        folder.chmod(found.st_mode | stat.S_IRWXU)
-    for inner in folder.iterdir():
-        if inner.is_dir() and not inner.is_symlink():
-            _let_owner_empty(inner)
 
 
 def _sync(path: Path) -> None:

@@ -109,7 +109,7 @@ def made(file: Path, function: str, processes: int | None = None) -> Translation
 
 
 def test_a_function_is_read_as_python_would_run_it(file: Path) -> None:
-    found = {override.path: override.value for override in read_config(file, "ocr")}
+    found = settings_of(file, "ocr")
     assert found == {
         **{"gpus": 8, "seed": 7, "mixed_precision": "fp16", "dataset": COMPUTED, "reward_fn": {"ocr": 1.0}},
         **{"sample.global_std": True, "sample.num_image_per_prompt": 24, "sample.num_steps": 10},
@@ -120,7 +120,7 @@ def test_a_function_is_read_as_python_would_run_it(file: Path) -> None:
 
 
 def test_what_hangs_on_the_unknown_is_not_known(file: Path) -> None:
-    found = {override.path: override.value for override in read_config(file, "nft")}
+    found = settings_of(file, "nft")
     assert found["sample.num_steps"] == COMPUTED, "set or not, by what is on their disk"
     line = next(line for line in made(file, "nft").lines if line.override.path == "sample.num_steps")
     assert (line.kind, line.text) == ("explained", "the file computes it: set it yourself")
@@ -194,6 +194,11 @@ def test_rewards_that_are_not_known_are_a_problem() -> None:
     assert "the script's reward has no counterpart here" in str(one.problem)
 
 
+def settings_of(file: Path, function: str | None = "run") -> dict[str, Any]:
+    """Path -> value of what is read of a function, or of the file's own lines."""
+    return {override.path: override.value for override in read_config(file, function)}
+
+
 def test_another_algorithm_is_a_problem() -> None:
     one = translate([Override("train.algorithm", "dpo"), Override("sample.num_image_per_prompt", 24)], FLOW_GRPO)
     assert "train.algorithm is 'dpo', but of their configurations those of GRPO and NFT" in str(one.problem)
@@ -201,7 +206,7 @@ def test_another_algorithm_is_a_problem() -> None:
 
 def test_a_file_of_lines_alone_is_a_configuration(tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text("gpu_number = 4\nconfig.sample.num_steps = 10\nconfig.beta = -1\n")
-    found = {override.path: override.value for override in read_config(tmp_path / "run.py", None)}
+    found = settings_of(tmp_path / "run.py", None)
     assert found == {"gpus": 4, "sample.num_steps": 10, "beta": -1}
 
 
@@ -350,7 +355,7 @@ def test_whatever_way_a_setting_is_made_it_is_read_or_told(lines: str, found: di
         f"def shared(config):\n    config.sample.num_steps = 10\n\n"
         f"def run():\n    {before}    config.train = ml_collections.ConfigDict()\n    {lines}\n"
     )
-    made = {one.path: one.value for one in read_config(tmp_path / "run.py", "run")}
+    made = settings_of(tmp_path / "run.py")
     assert {path: made.get(path) for path in found} == found
 
 
@@ -388,7 +393,7 @@ def test_what_is_not_known_to_be_set_is_no_longer_known(lines: str, tmp_path: Pa
         "def shared(config):\n    config.a = 10\n\ndef run():\n    config.sample = ConfigDict()\n"
         f"    config.train = ConfigDict()\n    config.sample.a = 1\n    config.seed = 3\n    {lines}\n"
     )
-    made = {one.path: one.value for one in read_config(tmp_path / "run.py", "run")}
+    made = settings_of(tmp_path / "run.py")
     assert made["sample.a"] == COMPUTED
     if lines.startswith("config = "):
         assert made["seed"] == 3, "what is set later is known, whatever the function made"
@@ -416,7 +421,7 @@ def test_what_only_reads_a_config_leaves_it_known(lines: str, tmp_path: Path) ->
         "def run():\n    config.sample = ConfigDict()\n    config.sample.a = 1\n    n = 2\n"
         f"    {lines}\n    config.b = n\n"
     )
-    found = {one.path: one.value for one in read_config(tmp_path / "run.py", "run")}
+    found = settings_of(tmp_path / "run.py")
     assert found == {"sample.a": 1, "b": 2}
 
 
@@ -434,7 +439,7 @@ def test_a_mapping_that_is_made_first_is_the_one_of_then(lines: str, value: Any,
     (tmp_path / "run.py").write_text(
         f"def run():\n    rewards = {{'a': 1.0}}\n    {lines}\n    config.reward_fn = rewards\n"
     )
-    assert {one.path: one.value for one in read_config(tmp_path / "run.py", "run")} == {"reward_fn": value}
+    assert settings_of(tmp_path / "run.py") == {"reward_fn": value}
 
 
 @pytest.mark.parametrize(
@@ -458,7 +463,7 @@ def test_a_mapping_that_is_made_first_is_the_one_of_then(lines: str, value: Any,
 def test_a_config_of_another_make_is_read_too(text: str, found: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(text)
     name = "run" if "def run" in text else None
-    assert {one.path: one.value for one in read_config(tmp_path / "run.py", name)} == found
+    assert settings_of(tmp_path / "run.py", name) == found
 
 
 def test_a_call_that_may_have_set_anything_has_a_line_of_its_own() -> None:
@@ -497,6 +502,6 @@ def test_a_page_has_the_rules_most_asked_for() -> None:
 def test_a_list_that_holds_another_twice_which_holds_one_twice_is_not_written_out(tmp_path: Path) -> None:
     """2^20 values would be, and with twice as many lines nothing would come back."""
     (tmp_path / "config.py").write_text(DOUBLING)
-    read = {override.path: override.value for override in read_config(tmp_path / "config.py", "get_config")}
+    read = settings_of(tmp_path / "config.py", "get_config")
     assert read.keys() == {"a", "b.n"}
     assert len(str(read)) < 10_000
