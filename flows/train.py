@@ -199,7 +199,7 @@ def update_and_save(run: TrainingRun, iteration: Iteration, clock: Stopwatch) ->
         RatioError: it is the process's first, and see `check_first_ratio`. No checkpoint has the update then.
     """
     correction, settings = run.config.algorithm.rollout_correction, run.config.trainer
-    batches, advantages = iteration.batches, iteration.advantages
+    batches, advantages, early = iteration.batches, iteration.advantages, iteration.early
     is_first = not run.start.is_told
     if is_first:
         run.start.mark("samples and scores" if run.is_online else "pairs")
@@ -208,8 +208,10 @@ def update_and_save(run: TrainingRun, iteration: Iteration, clock: Stopwatch) ->
         if not correction.bypass_mode:
             old = old_log_prob(clock, run.trainer, batches, advantages, correction, iteration.old)
             iteration.old = None  # the record, which may be written for longer, needs none of it
+        left = (batches, advantages, old) if early is None else early.rest(batches, advantages, old)
         with profiled(run.actor_groups(), "trainer", settings.profile, iteration.number, run.tracker, clock):
-            run.take_update(iteration.number, update(clock, run.trainer, batches, advantages, old))
+            run.take_update(iteration.number, update(clock, run.trainer, *left))
+    run.learned["perf/early_steps"] = 0.0 if early is None else float(early.steps)
     if is_first:
         run.start.mark("update")
         say(run.start.told())

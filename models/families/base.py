@@ -201,7 +201,8 @@ class DiffusionModelBase(ABC):
         Args:
             pipeline: from `load_text_pipeline`.
             prompts: B texts.
-            max_sequence_length: tokens of a prompt; families that pad do so up to this number.
+            max_sequence_length: tokens of a prompt; families that pad do so up to this number. Longer texts are cut as
+                the pipeline does, at their end or before the token that ends a text.
 
         Returns:
             `prompt_embeds` [B, L, D], `prompt_embeds_mask` [B, L] (true at what the denoiser sees), and further

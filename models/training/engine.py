@@ -28,7 +28,11 @@ LOG_PROB_DISTANCES = ("logprob_abs_diff/mean", "logprob_abs_diff/max", FIRST_RAT
 
 
 class TrainingEngine(Protocol):
-    """One rank of the trainer. torch.distributed is initialised; every rank makes every call, one at a time."""
+    """One rank of the trainer. torch.distributed is initialised; every rank makes every call, one at a time.
+
+    An engine may have two methods more, as `DiffusersFSDPEngine` does: `warm_up`, to compile its update ahead, and
+    `step_early`, to take an optimiser step before the other batches of its update are there.
+    """
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ from models.training.checkpoint import EngineCheckpoint
 from models.training.engine import LOG_PROB_DISTANCES, TRAINING_ENGINES, HeldWeights
 from models.training.forward_batches import noised_batch
 from models.training.gradients import NonfiniteSteps, average_whole, clip_gradients
-from models.training.micro_batches import ActorBatch, WeightedMetrics, micro_batches_of
+from models.training.micro_batches import ActorBatch, UpdateRecord, WeightedMetrics, micro_batches_of
 from models.training.noised import NoisedLatents
 from models.training.policy import PolicyForward, load_teacher
 from models.training.schedules import build_lr_scheduler
@@ -72,6 +72,7 @@ class DiffusersFSDPEngine(PolicyForward):
         self.checkpoint = EngineCheckpoint(self)
         self.optimizer_steps = self.updates = 0
         self.nonfinite = NonfiniteSteps(max_nonfinite_steps)
+        self._begun: UpdateRecord | None = None
 
     def initialize(self) -> None:
         """Load, freeze, shard; then optimiser, schedule, copies of the weights, reference and teacher."""
@@ -131,34 +132,52 @@ class DiffusersFSDPEngine(PolicyForward):
             GradientNotFinite: a gradient is not finite, and more steps in a row are not than may be left out; the
                 weights are untouched by it.
         """
-        if self.previous is not None:
-            self.previous.follow(0)
-        collected, prepared = WeightedMetrics(), [self._prepared(batch) for batch in batches]
-        prepared = [batch for batch in prepared if batch.global_count]  # 0 on every rank: no group has a pair left
-        counted = first_counted = recorded = left_out = left_out_counted = 0
-        for number, batch in enumerate(prepared * epochs):
-            of_step = WeightedMetrics()
-            trained = self._accumulate_gradients(batch, of_step, first=number == 0)
-            counted += trained
-            first_counted += trained if number == 0 else 0
-            recorded += trained if number == 0 and batch.records_unconditional else 0
-            rate, norm = float(self.lr_scheduler.get_last_lr()[0]), self._optimizer_step()
-            if norm is None:
-                left_out += 1
-                left_out_counted += trained
-                continue
-            collected.join(of_step)
-            collected.add({"lr": rate, "grad_norm": norm})
+        record, self._begun = self._record_of_update(), None
+        prepared = [self._prepared(batch) for batch in batches]
+        for batch in prepared * epochs:
+            self._take_step(batch, record)
         self._move_old_policy()
         self._release_memory()
-        return collected.combined() | {
-            "optimizer_steps": self.optimizer_steps,
-            "sample_steps": counted,
-            "first_sample_steps": first_counted,
-            "recorded_steps": recorded,
-            "nonfinite_steps": left_out,
-            "nonfinite_sample_steps": left_out_counted,
-        }
+        return record.combined() | {"optimizer_steps": self.optimizer_steps}
+
+    def step_early(self, batch: ActorBatch) -> None:
+        """Take an optimiser step of an update before its other batches are there; `update_policy` goes on with them.
+
+        Together they compute what `update_policy` does of all batches in one call, once over, and its metrics are of
+        all. Losses of the forward process cannot be trained so: what they compare with is of before the first step.
+
+        Raises:
+            GradientNotFinite: see `update_policy`.
+        """
+        assert self.loss_fn.process == "reverse", "a loss of the forward process takes all batches of an update at once"
+        self._begun = self._record_of_update()
+        self._take_step(self._prepared(batch), self._begun)
+
+    def _record_of_update(self) -> UpdateRecord:
+        """Of the update that is under way, or of one that begins now."""
+        if self._begun is not None:
+            return self._begun
+        if self.previous is not None:
+            self.previous.follow(0)
+        return UpdateRecord()
+
+    def _take_step(self, batch: ActorBatch[Trajectories | NoisedLatents], record: UpdateRecord) -> None:
+        if not batch.global_count:  # 0 on every rank: no group has a pair left
+            return
+        of_step, first = WeightedMetrics(), record.steps == 0
+        trained = self._accumulate_gradients(batch, of_step, first)
+        record.steps += 1
+        record.counted += trained
+        if first:
+            record.first_counted = trained
+            record.recorded = trained if batch.records_unconditional else 0
+        rate, norm = float(self.lr_scheduler.get_last_lr()[0]), self._optimizer_step()
+        if norm is None:
+            record.left_out += 1
+            record.left_out_counted += trained
+            return
+        record.metrics.join(of_step)
+        record.metrics.add({"lr": rate, "grad_norm": norm})
 
     def _prepared(self, batch: ActorBatch) -> ActorBatch[Trajectories | NoisedLatents]:
         """Its micro-batches, before the first optimiser step: what is compared with belongs to the weights of now."""
@@ -305,6 +324,7 @@ class DiffusersFSDPEngine(PolicyForward):
 
     def load_checkpoint(self, folder: Path) -> None:
         """Restore what a save wrote, in place."""
+        self._begun = None
         self.checkpoint.load(folder)
 
     # ---- building

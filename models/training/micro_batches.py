@@ -3,7 +3,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -191,6 +191,39 @@ class WeightedMetrics:
             if name.endswith("/max")
             else sum(value * weight for value, weight in entries) / sum(weight for _, weight in entries)
             for name, entries in read.items()
+        }
+
+
+@dataclass
+class UpdateRecord:
+    """What the optimiser steps of one update have told so far.
+
+    Attributes:
+        metrics: of the steps that were taken.
+        steps: taken or left out.
+        counted: samples times timesteps of all of them.
+        first_counted: of the first step.
+        recorded: of the first step, where the half of the guidance without the prompt came with the samples.
+        left_out: steps whose gradient was not finite.
+        left_out_counted: samples times timesteps of those.
+    """
+
+    metrics: WeightedMetrics = field(default_factory=WeightedMetrics)
+    steps: int = 0
+    counted: int = 0
+    first_counted: int = 0
+    recorded: int = 0
+    left_out: int = 0
+    left_out_counted: int = 0
+
+    def combined(self) -> dict[str, float]:
+        """The metrics' averages, and beside them the counts."""
+        return self.metrics.combined() | {
+            "sample_steps": self.counted,
+            "first_sample_steps": self.first_counted,
+            "recorded_steps": self.recorded,
+            "nonfinite_steps": self.left_out,
+            "nonfinite_sample_steps": self.left_out_counted,
         }
 
 

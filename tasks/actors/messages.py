@@ -25,6 +25,10 @@ Sent: TypeAlias = T | ray.ObjectRef
 R = TypeVar("R", bound=NamedTuple)
 
 
+BUSY_SECONDS = "busy_seconds"
+"""Among an update's metrics: what a rank spent on it, its early steps included."""
+
+
 class SampleMismatch(DoubleflowError, RuntimeError):
     """The samples that reached a trainer rank are not those that its advantages belong to."""
 

@@ -38,6 +38,11 @@ class PendingScores:
     calls: Mapping[str, Sequence[PendingCall]]
     statistics: Sequence[ray.ObjectRef]
 
+    @property
+    def answers(self) -> list[ray.ObjectRef]:
+        """References to what all calls return."""
+        return [call.answer for calls in self.calls.values() for call in calls]
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -216,6 +221,29 @@ class RewardGroup:
         _check_apart(list(collected.values()))
         joined = pd.concat([*parts, _statistics(get(list(pending.statistics)), uids, finite)], axis=1)
         return Scores(joined, self.weights(), {name: busy for name, (_, busy) in collected.items()})
+
+    def early_rewards(
+        self, batches: Sequence[PendingBatch], pending: PendingScores, start: int
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """(trained reward [B], NaN where one is missing; prompt uid [B]) of some batches, once they are scored, as
+        `table` will have them; None where a score could not be got, of which `table` says why, or where an optional one
+        is missing, for which the mean of other groups may stand.
+
+        Args:
+            batches: some that follow each other, of whole groups.
+            pending: scores of the whole iteration.
+            start: number of their first sample in it.
+        """
+        uids = np.array([prompt.uid for batch in batches for prompt in batch.prompts])
+        trained = {name: entry for name, entry in self.config.functions.items() if entry.share}
+        scores: dict[str, np.ndarray] = {}
+        for name, entry in trained.items():
+            found = self.pools[name].early_scores(pending.calls[name], start, start + len(uids))
+            if found is None or not (entry.required or np.isfinite(found).all()):
+                return None
+            scores[name] = found
+        finite = np.concatenate(get([batch.finite for batch in batches]))
+        return np.where(finite, trained_reward(scores, trained, uids), np.float32(np.nan)), uids
 
     def _ask_model(self, measured: Mapping[str, Any]) -> bool:
         """Is something measured that asks the model? `measured` has something true for each reward that measures."""

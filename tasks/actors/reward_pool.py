@@ -56,6 +56,8 @@ class PendingCall:
         worker, machine: which worker was asked, and the id of the machine from which it had last answered; None of one
             that never had.
         again: ask it again.
+        answered: the answer, once somebody waited for it: it is asked for twice where steps are taken early, and may be
+            gone by then, with the machine that holds it.
     """
 
     start: int
@@ -64,6 +66,7 @@ class PendingCall:
     worker: int
     machine: str | None
     again: "Callable[[], PendingCall]"
+    answered: list[Any] = field(default_factory=list, compare=False)
 
 
 class RewardPool:
@@ -181,9 +184,13 @@ class RewardPool:
                 not loaded in `load_seconds`.
         """
         name, actor = f"worker {call.worker} of reward {self.name!r}", self.group.actors[call.worker]
-        while True:
+        answered = call.answered
+        while not answered:
             try:
-                return get(call.answer) if seconds == inf else get_loaded([name], [actor], [call.answer], seconds)[0]
+                answered += (
+                    [get(call.answer)] if seconds == inf else get_loaded([name], [actor], [call.answer], seconds)
+                )
+                break
             except RayActorError:
                 if self.group.whereabouts.lost(call.worker, call.machine) is None:
                     if ended_for_good(actor):
@@ -195,6 +202,22 @@ class RewardPool:
                     "it; once the cluster has room for both again, the same command continues"
                 ) from error
             call = call.again()
+        return answered[0]
+
+    def early_scores(self, calls: Sequence[PendingCall], start: int, stop: int) -> np.ndarray | None:
+        """Scores [stop - start] of some of an iteration's samples, all of which are measured, once they are there.
+
+        None where a call has none: `collect` of all calls says why. Raises what that raises of a worker's machine.
+        """
+        covering = [call for call in calls if call.start < stop and call.start + call.size > start]
+        try:
+            answers = [self._answer(call) for call in covering]
+        except (RayTaskError, RayActorError):
+            return None
+        if any(isinstance(answer, RewardError) for answer in answers):
+            return None
+        first = start - covering[0].start
+        return np.concatenate([answer.scores for answer in answers])[first : first + stop - start].astype(np.float32)
 
     def collect(
         self, calls: Sequence[PendingCall], samples: int, max_missing_fraction: float

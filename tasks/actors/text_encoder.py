@@ -4,9 +4,10 @@
 from collections.abc import Sequence
 
 from tasks.actors.memory import measures_gpu_memory
+from tasks.config.data import TooLong
 from tasks.data.embeddings import Row, encoded_rows
 from tasks.data.prompts import Prompt
-from tasks.data.text_encoding import EncodingSettings, TextEncoding
+from tasks.data.text_encoding import EncodingSettings, TextEncoding, told_of_cut
 from tasks.system.collector import collects_once_loaded
 
 
@@ -18,27 +19,41 @@ class TextEncoder:
         settings: how they encode.
         batch_size: prompts encoded at once.
         sleeps: the weights begin in host memory, and go to the device when something is to be encoded.
+        too_long: what becomes of prompts that are.
     """
 
     @measures_gpu_memory("load")
     @collects_once_loaded
-    def __init__(self, model: str, settings: EncodingSettings, batch_size: int, sleeps: bool):
+    def __init__(
+        self, model: str, settings: EncodingSettings, batch_size: int, sleeps: bool, too_long: TooLong = "refuse"
+    ):
         self.encoding = TextEncoding(model, settings, asleep=sleeps)
-        self.device, self.batch_size = settings.device, batch_size
+        self.device, self.batch_size, self.too_long = settings.device, batch_size, too_long
+        self._cut = ""
 
-    def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise DatasetError for a prompt, or its own negative prompt, that is too long; answers once all is loaded."""
-        if prompts:
-            self.encoding.check_lengths(prompts)
+    def check(self, prompts: Sequence[Prompt]) -> str:
+        """What to tell of the prompts, and of their own negative prompts, that are cut; nothing, where none is. Answers
+        once all is loaded.
+
+        Raises:
+            DatasetError: one is too long, and to be refused.
+        """
+        cut = self.encoding.check_lengths(prompts, self.too_long) if prompts else []
+        return told_of_cut(cut, self.encoding.max_sequence_length) if cut else ""
+
+    def first_cut(self) -> str:
+        """What to tell of the first call of `encode` that cut a prompt; nothing, where none did."""
+        return self._cut
 
     @measures_gpu_memory("encode_prompts")
     def encode(self, prompts: Sequence[Prompt]) -> list[Row]:
         """The embedding of each prompt's text, on the CPU.
 
         Raises:
-            DatasetError: a prompt is too long, or its embedding is not finite.
+            DatasetError: a prompt is too long and to be refused, or its embedding is not finite.
         """
-        self.check(prompts)
+        cut = self.check(prompts)
+        self._cut = self._cut or cut
         self.encoding.to(self.device)
         rows = encoded_rows({prompt.uid: prompt.prompt for prompt in prompts}, self.encoding.encode, self.batch_size)
         return [rows[prompt.uid] for prompt in prompts]

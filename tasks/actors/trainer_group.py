@@ -3,6 +3,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,10 +119,34 @@ class TrainerGroup:
         replies = [ask(Rescored, actor.rescore, batch.trajectories, with_means) for actor in ranks]
         return [reference(reply.log_probs) for reply in replies], reference(replies[0].means)
 
+    @cached_property
+    def steps_early(self) -> bool:
+        """Can the engine take an optimiser step before an update's other samples are scored? Asked of rank 0."""
+        return self.group.get([self.group.actors[0].steps_early.remote()])[0]
+
+    def step_early(self, batches: Sequence[PendingBatch], advantages: np.ndarray, old: OldScores | None) -> int:
+        """Begin the optimiser steps of an iteration's first batches, which are whole mini-batches; `update` of the
+        other batches goes on with them, and raises their errors.
+
+        Args:
+            batches: whole mini-batches.
+            advantages: [samples] of them, NaN where one is left out.
+            old: of these batches.
+
+        Returns:
+            How many were begun; none of a mini-batch that has no sample to learn from.
+        """
+        plans = plan_updates(batches, advantages, self.mini_batch_samples, len(self.group) // self.sharing, old)
+        ranks = enumerate(self.group.actors)
+        steps = [(actor, step) for rank, actor in ranks for step in plans[rank // self.sharing]]
+        self.group.begin([actor.step_early.remote(step) for actor, step in steps])
+        return len(plans[0])
+
     def update(
         self, batches: Sequence[PendingBatch | PairBatch], advantages: np.ndarray, old: OldScores | None
     ) -> dict[str, float]:
-        """Train on one iteration's batches and advantages [samples]; metrics averaged over the ranks that have them.
+        """Train on one iteration's batches and advantages [samples], or on those that no early step was taken of;
+        metrics averaged over the ranks that have them.
 
         Raises:
             NothingToLearn: samples have an advantage, but none is left to train on.

@@ -23,6 +23,7 @@ from models.weights.digests import DigestBook
 from models.weights.trainable import export_weights
 from tasks.actors.memory import measures_gpu_memory
 from tasks.actors.messages import (
+    BUSY_SECONDS,
     Address,
     Amount,
     BothLogProbs,
@@ -58,6 +59,7 @@ class TrainerRank:
         self.model_config, self.actor_config, self.forward_config = model_config, actor_config, forward_config
         self.settings, self.device, self.gives_back = settings, settings.device, gives_back
         self.courier = Courier(self.device)
+        self._early_seconds = 0.0
 
     def reserve_address(self) -> Address:
         """This machine and a free port of it for the process group's rendezvous; asked of rank 0."""
@@ -100,18 +102,36 @@ class TrainerRank:
         own = self.engine.rescored(trajectories, with_means)
         return Rescored(BothLogProbs(own.log_probs, trajectories.log_probs), own.means)
 
+    def steps_early(self) -> bool:
+        """Can the engine take an optimiser step of an update whose other batches are not there yet?"""
+        return hasattr(self.engine, "step_early")
+
     @measures_gpu_memory("update_actor")
-    def update(self, mini_batches: Sequence[RankMiniBatch], epochs: int) -> dict[str, float]:
-        """One optimiser step for each mini-batch, `epochs` times over; metrics of this rank.
+    def step_early(self, mini_batch: RankMiniBatch) -> None:
+        """One optimiser step of an update whose other mini-batches come with `update`.
 
         Raises:
             SampleMismatch: the samples are not those that the advantages belong to.
         """
-        batches = [ActorBatch([part_of(batch) for batch in step.parts], step.global_count) for step in mini_batches]
-        metrics = self.engine.update_policy(batches, epochs)
+        start = time.perf_counter()
+        engine: Any = self.engine  # which can, see `steps_early`
+        engine.step_early(actor_batch(mini_batch))
+        self._early_seconds += time.perf_counter() - start
+
+    @measures_gpu_memory("update_actor")
+    def update(self, mini_batches: Sequence[RankMiniBatch], epochs: int) -> dict[str, float]:
+        """One optimiser step for each mini-batch, `epochs` times over; metrics of this rank, of early steps too, and
+        `BUSY_SECONDS`.
+
+        Raises:
+            SampleMismatch: the samples are not those that the advantages belong to.
+        """
+        start = time.perf_counter()
+        metrics = self.engine.update_policy([actor_batch(step) for step in mini_batches], epochs)
         if self.gives_back:  # a rollout that sleeps meanwhile does it because both do not fit
             torch.cuda.empty_cache()
-        return metrics
+        early, self._early_seconds = self._early_seconds, 0.0
+        return metrics | {BUSY_SECONDS: early + time.perf_counter() - start}
 
     @measures_gpu_memory("update_weights")
     def gather_weights(self, which: HeldWeights) -> GatheredWeights:
@@ -189,6 +209,11 @@ class TrainerRank:
             weights = self.engine.gather_weights()
         if dist.get_rank() == 0:
             export_weights(DiffusionModelBase.get_class(self.model_config), self.model_config, weights, folder)
+
+
+def actor_batch(step: RankMiniBatch) -> ActorBatch:
+    """What a rank trains on in one optimiser step; see `part_of` for the error."""
+    return ActorBatch([part_of(batch) for batch in step.parts], step.global_count)
 
 
 def part_of(given: RankBatch) -> tuple[Trajectories | FinishedLatents, torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 
 from models.errors import DoubleflowError
 from models.training.engine import LOG_PROB_DISTANCES
-from tasks.actors.messages import OldBatch, RankBatch, RankMiniBatch
+from tasks.actors.messages import BUSY_SECONDS, OldBatch, RankBatch, RankMiniBatch
 from tasks.actors.rollout_group import PendingBatch
 from tasks.data.pairs import PairBatch
 
@@ -41,7 +41,7 @@ class OldScores:
 
 SAMPLE_STEPS, FIRST_SAMPLE_STEPS, LEFT_OUT = "sample_steps", "first_sample_steps", "nonfinite_sample_steps"
 COUNTS = (SAMPLE_STEPS, FIRST_SAMPLE_STEPS, LEFT_OUT, "recorded_steps", "optimizer_steps", "nonfinite_steps")
-OF_RANKS = frozenset({"lr", "grad_norm", *COUNTS})
+OF_RANKS = frozenset({"lr", "grad_norm", BUSY_SECONDS, *COUNTS})
 """Metrics of an update that are a rank's and no means over its samples."""
 
 

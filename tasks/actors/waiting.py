@@ -60,6 +60,19 @@ def wait(answers: Sequence[ray.ObjectRef], count: int = 1) -> list[ray.ObjectRef
             ray.wait(list(answers), num_returns=count, timeout=PIECE_SECONDS, fetch_local=False)
 
 
+def come_first(answers: Sequence[ray.ObjectRef], others: Sequence[ray.ObjectRef]) -> bool:
+    """Wait until all of `answers` or all of `others` exist, as `wait` does; do `answers`?"""
+    while True:
+        require_daemons()
+        with passed_on():
+            if _all_exist(answers):
+                return True
+            if _all_exist(others):
+                return False
+            awaited = [*answers, *others]
+            ray.wait(awaited, num_returns=len(_existing(awaited)) + 1, timeout=PIECE_SECONDS, fetch_local=False)
+
+
 def unfinished(begun: Sequence[ray.ObjectRef]) -> list[ray.ObjectRef]:
     """Those that are still being computed; the error of one that has failed is raised."""
     done = _existing(begun)
@@ -68,6 +81,7 @@ def unfinished(begun: Sequence[ray.ObjectRef]) -> list[ray.ObjectRef]:
 
 
 def _all_exist(answers: ray.ObjectRef | Sequence[ray.ObjectRef]) -> bool:
+    """Are all of them computed, or have failed? Does not wait."""
     refs = [answers] if isinstance(answers, ray.ObjectRef) else list(dict.fromkeys(answers))
     return len(_existing(refs)) == len(refs)
 

@@ -18,6 +18,9 @@ DIGITS = "digits"
 FILES = {"prompts": "prompts.parquet", "embeddings": "embeddings", "pairs": "pairs"}
 """Field -> what a data set's folder holds of it."""
 
+TooLong = Literal["refuse", "cut"]
+"""What becomes of a prompt of more tokens than max_sequence_length: an error, or its beginning is encoded."""
+
 LIVE: Literal["live"] = "live"
 """In place of a folder of embeddings: the run encodes its prompts itself."""
 
@@ -37,6 +40,11 @@ class TextEncoderConfig(Section):
     )
     negative_prompt: str | None = Field(
         None, description="What classifier-free guidance contrasts with; null takes the model card's, mostly empty."
+    )
+    too_long: Later[TooLong] = Field(
+        "refuse",
+        description="Refuse prompts of more tokens than rollout.pipeline.max_sequence_length, or cut them as the "
+        "model's pipeline does.",
     )
     placement: NotShaping[Literal["separate", "colocated"]] = Field(
         "separate",

@@ -2,7 +2,7 @@
 """The parameters of the data stages: what `params.yaml` may say, and where the stages' files are.
 
 No field has a default here: DVC compares the values in params.yaml, so that is where all of them must stand. The entry
-of a raw file is the exception: a bare path stands for the plain one.
+of a raw file is an exception, where a bare path stands for the plain one, and so is `too_long`, which came later.
 """
 
 import re
@@ -26,7 +26,7 @@ from models.config.bounds import (
 from models.errors import DoubleflowError
 from models.tiny_qwen_image.settings import TinySettings
 from models.words_stable_diffusion_3.settings import WordsSettings
-from tasks.config.data import DIGITS, DataSetName, Split, data_folder
+from tasks.config.data import DIGITS, DataSetName, Split, TooLong, data_folder
 from tasks.config.errors import NO_YAML, described
 from tasks.system.distinct_names import plain_yaml
 
@@ -182,8 +182,9 @@ class EmbeddingsParams(_Section):
     device: Literal["cpu", "cuda"] = Field(description="Where the text encoders compute.")
     splits: list[Split] = Field(min_length=1, description="Splits whose prompts are encoded.")
     max_sequence_length: int = Field(
-        ge=1, le=1024, description="Tokens of a prompt as its model's template counts them; longer ones are refused."
+        ge=1, le=1024, description="Tokens of a prompt, as its model's template counts them; for longer ones: too_long."
     )
+    too_long: TooLong = Field("refuse", description="Refuse longer prompts, or cut them as the model's pipeline does.")
     negative_prompt: str | None = Field(
         description="What classifier-free guidance contrasts with; null takes the model card's, mostly empty."
     )

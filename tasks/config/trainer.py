@@ -119,6 +119,13 @@ class TrainerConfig(Section):
         description="Keep finished rollouts in the run's folder until a checkpoint has their iteration, so that a run "
         "started again need not sample them again.",
     )
+    early_steps: NotShaping[bool] = Field(
+        True,
+        description="Take an optimiser step as soon as its own samples are scored, while others still are: the same "
+        "numbers, sooner. It needs several steps an iteration, a loss of sampled steps without "
+        "rollout_correction.rollout_is and rollout_rs, ppo_epochs 1, advantages of each group by itself (global_std "
+        "false), rewards beside the trainer's GPUs, and a rollout that neither sleeps nor samples ahead.",
+    )
     full_determinism: NotShaping[bool] = Field(
         False,
         description="Only deterministic kernels in every actor: on one machine a run repeats to the last bit on CUDA "

@@ -2,7 +2,7 @@
 """Prompt embeddings: what a run asks of them, and those on disk, written once by a data stage and read by every run."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -85,7 +85,7 @@ class PromptEmbeddings(Embeddings):
     """Text embeddings on disk, one unpadded tensor a prompt; only what is asked for is read.
 
     `model_digest` says which text encoders it was, see `digests.parts_digest`; `sha256` is of each file, None in data
-    of older versions.
+    of older versions; `cut` has the uids of texts that were too long, of which the beginning alone was encoded.
     """
 
     _negatives: Mapping[str, str] = {}
@@ -95,7 +95,7 @@ class PromptEmbeddings(Embeddings):
         self.folder = folder
         self.model, self.model_digest = index.model, index.model_digest
         self.dim, self.max_sequence_length = index.dim, index.max_sequence_length
-        self.extras = tuple(index.extras)
+        self.extras, self.cut = tuple(index.extras), frozenset(index.cut)
         self.sha256, self._shards, self._negatives = index.sha256, index.shards, index.negatives
         self.negative_prompt, self._text_digests = index.negative_prompt, index.text_digests
         self._files = ShardFiles(folder, index.shards.values(), index.sha256)
@@ -179,6 +179,7 @@ def write_embeddings(
     max_sequence_length: int,
     model: str,
     model_digest: str,
+    cut: Collection[str] = (),
 ) -> None:
     """Encode the prompts and the negative prompts into shards of `shard_size` prompts and an index in `out_dir`.
 
@@ -186,8 +187,9 @@ def write_embeddings(
     beside it in the index, so that another text under the same uid is known as one that is not encoded.
 
     `encode` takes up to `batch_size` texts and returns what a model adapter's `encode_prompts` does, to which it gave
-    `max_sequence_length`. `model` and `model_digest` say which text encoder it was. `out_dir` appears whole or not at
-    all.
+    `max_sequence_length`. `model` and `model_digest` say which text encoder it was. `cut` are the uids of the texts of
+    which `encode` keeps only the beginning; where there are some the index names them, so that it is another one than
+    that of the same texts as a whole. `out_dir` appears whole or not at all.
     """
     own = {prompt.uid: prompt.negative for prompt in prompts if prompt.negative is not None}
     negatives = {uid: negative.uid for uid, negative in own.items() if negative.prompt != negative_prompt}
@@ -215,6 +217,8 @@ def write_embeddings(
             index["negatives"] = negatives
         if given := {prompt.uid: text for prompt in prompts if (text := prompt_uid(prompt.prompt)) != prompt.uid}:
             index["text_digests"] = given
+        if shortened := [uid for uid in uids if uid in cut]:
+            index["cut"] = shortened
         write_index(folder / INDEX, index)
 
 

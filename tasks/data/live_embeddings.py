@@ -111,7 +111,7 @@ class LiveEmbeddings(Embeddings):
             needs_negative: have those of their negative prompts, too.
 
         Raises:
-            DatasetError: a prompt is too long, or the text encoders give numbers that are not finite.
+            DatasetError: a prompt is too long and to be refused, or the text encoders give numbers that are not finite.
         """
         for prompt in prompts:
             self._know(prompt)

@@ -42,6 +42,7 @@ class EmbeddingsIndex:
     sha256: dict[str, str] | None = None
     negatives: dict[str, str] = field(default_factory=dict)
     text_digests: dict[str, str] | None = None
+    cut: list[str] = field(default_factory=list)
 
 
 _EMBEDDINGS_INDEX = TypeAdapter(EmbeddingsIndex)
@@ -167,7 +168,8 @@ def check_prompt_lengths(prompts: Sequence[Prompt], lengths: Sequence[int], max_
         prompt, n = too_long[0]
         raise DatasetError(
             f"{prompt.source}: the prompt has {n} tokens with its template, but max_sequence_length="
-            f"{max_sequence_length} (prompts that are too long: {len(too_long)})"
+            f"{max_sequence_length} (prompts that are too long: {len(too_long)}): raise it, shorten them, or set "
+            "too_long to cut, which encodes the beginning of each as the model's pipeline does"
         )
 
 

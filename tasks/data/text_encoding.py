@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from models.config.model import ModelConfig
 from models.config.pipeline import DiffusionPipelineConfig
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.weights.host_copies import HostCopies
+from tasks.config.data import TooLong
 from tasks.config.params import EmbeddingsParams
 from tasks.data.prompt_files import DatasetError
 from tasks.data.prompts import Prompt, check_prompt_lengths
@@ -53,6 +54,27 @@ class EncodingSettings:
     external_lib: str | None = None
 
 
+class CutPrompt(NamedTuple):
+    """A prompt of which the beginning alone is encoded, and the tokens that it has with its template."""
+
+    prompt: Prompt
+    tokens: int
+
+
+TOLD = 3
+"""Prompts that are named where some are cut."""
+
+
+def told_of_cut(cut: Sequence[CutPrompt], max_sequence_length: int) -> str:
+    """What a user is told of prompts that are cut: how many, and the first few by file and line."""
+    named = ", ".join(f"{prompt.source} of {tokens}" for prompt, tokens in cut[:TOLD])
+    more = f" and {len(cut) - TOLD} more" if len(cut) > TOLD else ""
+    return (
+        f"prompts that are cut to max_sequence_length={max_sequence_length} tokens, as the model's pipeline does: "
+        f"{len(cut)} ({named}{more})"
+    )
+
+
 class TextEncoding:
     """The text encoders of a model, loaded. Torch's threads on the CPU are set for the whole process.
 
@@ -85,14 +107,28 @@ class TextEncoding:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
-    def check_lengths(self, prompts: Sequence[Prompt]) -> None:
-        """Raise DatasetError for a prompt, or a negative prompt of its own, that would be cut off without a word."""
-        own = [prompt.negative for prompt in prompts if prompt.negative is not None]
-        for texts in filter(None, (prompts, own)):
+    def check_lengths(self, prompts: Sequence[Prompt], too_long: TooLong = "refuse") -> list[CutPrompt]:
+        """Those of the prompts, and of their own negative prompts, each once, that `encode` will cut.
+
+        Negative prompts are treated like prompts, as the pipelines of diffusers encode both with one length.
+
+        Raises:
+            DatasetError: there is one, and it is to be refused.
+        """
+        own = {negative.uid: negative for prompt in prompts if (negative := prompt.negative) is not None}
+        cut: list[CutPrompt] = []
+        for texts in filter(None, (prompts, list(own.values()))):
             lengths = self.adapter.prompt_lengths(self._pipeline, [text.prompt for text in texts])
-            check_prompt_lengths(texts, lengths, self.max_sequence_length)
+            if too_long == "refuse":
+                check_prompt_lengths(texts, lengths, self.max_sequence_length)
+            found = zip(texts, lengths, strict=True)
+            cut += [CutPrompt(text, length) for text, length in found if length > self.max_sequence_length]
+        return cut
 
     @torch.no_grad()
     def encode(self, texts: list[str]) -> dict[str, torch.Tensor]:
-        """`prompt_embeds` [B, L, D], `prompt_embeds_mask` [B, L] and the family's extras [B, ...] of B texts."""
+        """`prompt_embeds` [B, L, D], `prompt_embeds_mask` [B, L] and the family's extras [B, ...] of B texts.
+
+        A text that is too long is cut, as the family's pipeline does; `check_lengths` says which.
+        """
         return self.adapter.encode_prompts(self._pipeline, texts, self.max_sequence_length)

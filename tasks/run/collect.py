@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -15,6 +16,7 @@ from tasks.data.live_embeddings import LiveEmbeddings, Taken
 from tasks.data.pairs import Pair, PairBatch
 from tasks.records.metrics import compute_data_metrics_diffusion
 from tasks.records.run_store import CheckpointError
+from tasks.run.early_steps import EarlySteps, early_steps, step_early
 from tasks.run.iteration_prompts import encode_ahead, iteration_prompts
 from tasks.run.training import TrainingRun
 from tasks.stages.advantage import advantage, alike
@@ -68,6 +70,7 @@ class Iteration:
         samples: one row a sample, with what is needed to draw it again or to find it in the data set.
         metrics: of rewards and advantages.
         old: the trainer's own log-probs of the samples, where they are on their way already.
+        early: what of its update has begun; None where nothing can.
     """
 
     number: int
@@ -77,6 +80,7 @@ class Iteration:
     samples: pd.DataFrame = field(default_factory=pd.DataFrame)
     metrics: dict[str, float] = field(default_factory=dict)
     old: PendingOldLogProbs | None = None
+    early: EarlySteps | None = None
 
 
 @dataclass(kw_only=True)
@@ -137,6 +141,8 @@ def collect(run: TrainingRun, number: int, clock: Stopwatch, ahead: SampledItera
         advantages, returns = advantage(clock, scores, run.config.algorithm)
     else:
         advantages = returns = alike(scores)
+    if iteration.early is not None:
+        iteration.early.check(advantages)
     version = iteration.policy_version
     if iteration.scores is None:  # and something can be learnt from them: if not, a run started again scores again
         kept = run.state(number), version, scores, iteration.pictures
@@ -182,9 +188,9 @@ def find_or_submit(run: TrainingRun, number: int, clock: Stopwatch, ahead: Sampl
 def sample_and_score(run: TrainingRun, iteration: SampledIteration, clock: Stopwatch) -> Scores:
     """Wait for the iteration's samples and scores, and have the samples kept.
 
-    The trainer replays the samples, if it is to, while their scores are waited for, unless it has room only when the
-    rollout sleeps. Not while they are sampled, on GPUs of its own: a rank that waits for the next batch would not say
-    that its checkpoint is written.
+    The trainer replays the samples, if it is to, and takes the steps that need no more scores, while the others are
+    waited for, unless it has room only when the rollout sleeps. Not while they are sampled, on GPUs of its own: a rank
+    that waits for the next batch would not say that its checkpoint is written.
     """
     pending = iteration.pending or run.online.reward.submit(iteration.batches, training=True)
     iteration.rollout_seconds = finish_rollout(clock, iteration.batches)
@@ -192,7 +198,9 @@ def sample_and_score(run: TrainingRun, iteration: SampledIteration, clock: Stopw
     if replays and not run.config.actor_rollout_ref.rollout.sleeps:
         iteration.old = run.trainer.begin_old_log_probs(iteration.batches)
     _keep_rollout(run, iteration, clock)
-    scores = finish_reward(clock, run.online.reward, iteration.batches, pending)
+    iteration.early = early = early_steps(run, iteration.number, iteration.batches, iteration.old)
+    meanwhile = early and partial(step_early, run, early, iteration.batches, pending, iteration.old)
+    scores = finish_reward(clock, run.online.reward, iteration.batches, pending, meanwhile)
     with clock.stage("pictures"):
         iteration.pictures = first_pictures(iteration.batches, run.config.tracking.pictures)
     return scores

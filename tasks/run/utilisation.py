@@ -47,7 +47,8 @@ class Utilisation:
         recorded = metrics.get("actor/recorded_steps", 0.0) * self.config.data_ranks
         policy, others = compared_work(self.config, trained)
         flops = {"update": self.flops.update(shapes, trained, policy, others, recorded=recorded)}
-        spent = {"update": seconds["update_actor"] * ranks}
+        early = metrics.get("perf/early_steps", 0.0) > 0.0  # then the update is longer than what was waited for it
+        spent = {"update": (metrics["perf/update_busy_s"] if early else seconds["update_actor"]) * ranks}
         if settings.actor.fsdp_config.gradient_checkpointing:
             flops["update/recomputed"] = self.flops.update(
                 shapes, trained, policy, others, recorded=recorded, recompute=True

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tasks.actors.messages import BUSY_SECONDS
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.actors.update_plan import OldScores
@@ -23,15 +24,15 @@ def update(
     """Train on one iteration's samples.
 
     Args:
-        trainer, batches: who learns, and of what.
+        trainer, batches: who learns, and of what: those that no early step was taken of.
         advantages: [samples], NaN where one is left out.
         old: scores of the old policy; None takes the rollout's (`bypass_mode`).
 
     Optimiser steps that were left out are warned of.
 
     Returns:
-        Metrics under actor/, whether or not the loss names them so, and under rollout_corr/ how far apart the rollout's
-        and the trainer's log-probs are.
+        Metrics under actor/, whether or not the loss names them so, under rollout_corr/ how far apart the rollout's and
+        the trainer's log-probs are, and perf/update_busy_s.
     """
     metrics = trainer.update(batches, advantages, old)
     if metrics.get("nonfinite_steps"):
@@ -42,5 +43,6 @@ def update(
         )
     distances = {name: metrics.pop(name) for name in list(metrics) if name.startswith("logprob_abs_diff")}
     between = {f"rollout_corr/{name.replace('/', '_')}": value for name, value in distances.items()}
+    busy = {"perf/update_busy_s": metrics.pop(BUSY_SECONDS)}
     named = {f"actor/{name.removeprefix('actor/')}": value for name, value in metrics.items()}
-    return named | (between if old is None else old.metrics)
+    return named | busy | (between if old is None else old.metrics)

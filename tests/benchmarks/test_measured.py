@@ -368,3 +368,31 @@ def test_sixteen_readers_make_what_the_page_says() -> None:
     assert len(read) == 144 // 5 + 1
     assert f"no reading is below .7 from the {5 * (1 + max(n for n, r in enumerate(read) if r < 0.7))}th" in page
     assert f"{max(read):.3f}".removeprefix("0") + " is the most after 144 iterations" in page
+
+
+def test_early_steps_make_what_the_pages_say() -> None:
+    """Of the log of both loops; its readings are those of the same seed on another host, whose steps waited."""
+    curves = curves_of(read_lines([MEASURED / "early_steps_h200.jsonl"]))
+    (early,), (waiting,) = curves["words-flow-grpo"], curves["words-flow-grpo, steps that wait"]
+    (public,) = curves["public loop, our settings"]
+    firsts = [curve.first_at(0.7) for curve in (early, public)]
+    ours, theirs = (line["training_s"] for line in firsts if line)
+    seconds = [time_to_reward._iteration(curve) for curve in (early, waiting, public)]
+    told = " ".join((ROOT / "docs" / "words.md").read_text().split())
+    assert f"first reads .7 after {ours:.1f} s, of which {early.lines[1]['training_s']:.1f} are its first" in told
+    assert f"the public loop after {theirs:.1f} s" in told
+    assert f"(`trainer.early_steps`) it is {theirs / ours:.1f} times" in told
+    assert f"An iteration takes {seconds[0]:.2f} s ({512 / seconds[0]:.0f} pictures a second" in told
+    assert f"and {seconds[2]:.2f} ({512 / seconds[2]:.0f}), **{seconds[2] / seconds[0]:.1f} times**" in told
+    assert (
+        f"in the same call, {seconds[1]:.2f} (predicted .23 s less, measured .{100 * (seconds[1] - seconds[0]):.0f})"
+        in told
+    )
+    held_out = {line["iteration"]: line["held_out"] for line in early.lines if line["held_out"] is not None}
+    assert max(held_out.values()) == held_out[125] < 0.8
+    before = curves_of(read_lines([MEASURED / "time_to_reward_seeds_h200.jsonl"]))["words-flow-grpo"]
+    (other,) = [curve for curve in before if curve.lines[0]["seed"] == 1]
+    for curve, count in ((other, 26), (waiting, 6)):
+        found = {line["iteration"]: line["held_out"] for line in curve.lines if line["held_out"] is not None}
+        assert len(found) == count
+        assert found == {iteration: held_out[iteration] for iteration in found}

@@ -310,6 +310,7 @@ def test_pictures_that_do_not_fit_the_model_are_told_by_height_and_width(here: P
             "cannot be sampled so",
         ),
         (("preferences", "--model", MODEL, "--option", "x=["), "--option x: the value '[' is not YAML: "),
+        (("embeddings", "--set", "too_long=left"), "too_long is 'left'; it should be 'refuse' or 'cut'"),
         (("embeddings", "--set", "dtype=["), "--set dtype: the value '[' is not YAML: "),
         (("preferences", "--model", MODEL, "--reward", "ocrr"), "there is no reward 'ocrr'"),
         (("preferences", "--model", MODEL, "--reward", "ocr", "--option", "detekt=1"), "argument 'detekt'"),

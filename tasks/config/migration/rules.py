@@ -473,7 +473,10 @@ RULES: dict[str, Rule] = {
     "data.train_max_samples": Elsewhere("prompts of the table: n_train of params.yaml, or fewer lines in the file"),
     "data.val_max_samples": _limit(f"{ROLLOUT}.val_kwargs.max_prompts"),
     "data.max_prompt_length": ENCODED,
-    "data.truncation": Elsewhere("a prompt that is too long for the text encoder is refused when it is encoded"),
+    "data.truncation": Elsewhere(
+        "a prompt that is too long for the text encoder is refused when it is encoded, or with `too_long: cut` of the "
+        "data set cut as the model's pipeline does"
+    ),
     "data.seed": SEEDED,
     "data.custom_cls.path": PREPARED,
     "data.custom_cls.name": PREPARED,

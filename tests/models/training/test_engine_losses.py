@@ -17,7 +17,7 @@ from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import Trajectories
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
-from tasks.actors.messages import OldBatch, RankBatch, RankMiniBatch, SampleMismatch
+from tasks.actors.messages import BUSY_SECONDS, OldBatch, RankBatch, RankMiniBatch, SampleMismatch
 from tasks.actors.trainer_rank import TrainerRank
 from tasks.config.trainer import TrainerConfig
 from tests.support.helpers import (
@@ -298,6 +298,7 @@ def test_a_rank_joins_old_scores_to_the_batches_they_belong_to(tiny_model: Path)
     metrics = rank.update([RankMiniBatch((parts[1],), 7 / 3), RankMiniBatch((parts[0],), 5 / 3)], 1)
     weighted = [replace(half, is_weights=weight) for half, weight in zip(halves, weights, strict=True)]
     expected = plain.update_policy([batch_of(weighted[i], ADVANTAGES.split(3)[i]) for i in (1, 0)])
+    assert metrics.pop(BUSY_SECONDS) > 0
     assert metrics == expected
     assert largest_difference(rank.engine.gather_weights(), plain.gather_weights()) == 0.0
     with pytest.raises(SampleMismatch, match="a batch of an update has the samples"):

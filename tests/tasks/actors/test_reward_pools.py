@@ -27,7 +27,7 @@ from tasks.actors.worker_forks import IMPORTED
 from tasks.config.reward import RewardConfig
 from tasks.config.trainer import RayConfig
 from tasks.data.prompts import Prompt
-from tasks.rewards import RewardError
+from tasks.rewards import RewardError, RewardResult
 from tasks.run.instruments import ask_memory
 from tasks.stages.validation import Validation, draw_and_score
 from tasks.system.stopwatch import Stopwatch
@@ -98,6 +98,51 @@ def test_what_is_handed_out_is_scored_before_the_next_batch_is(cluster: None) ->
         found = one.table(shards, scoring.pending)
         assert found.rewards.tolist() == whole.rewards.tolist()
     assert len(whole.samples.filter(like="image/").columns) > 0
+
+
+def test_the_first_samples_rewards_are_there_before_the_others_are_scored(cluster: None, tmp_path: Path) -> None:
+    """Also where a call covers the end of one batch and the beginning of the next, and with a guard that comes late."""
+    released = tmp_path / "released"
+
+    @ray.remote(num_cpus=0)
+    def sampled_late(pictures: np.ndarray) -> np.ndarray:
+        wait_until(released.exists, "the first rewards", every=0.02)
+        return pictures
+
+    for size in (2, 3):
+        released.unlink(missing_ok=True)
+        shards = batches(3, not_finite=(1,))
+        shards[3] = replace(shards[3], pictures=sampled_late.remote(shards[3].pictures))
+        late = {"reward": f"{MODULE}:brightness", "guard": True, "batch_size": 12}
+        settings = config(brightness={"batch_size": size}, latent_size={"weight": 0.5}, late=late)
+        group = RewardGroup(settings)
+        pending = group.submit(shards, training=True)
+        found = [group.early_rewards(shards[start : start + 1], pending, 3 * start) for start in range(2)]
+        released.touch()
+        whole = group.table(shards, pending)
+        for number, early in enumerate(found):
+            assert early is not None
+            rewards, uids = early
+            np.testing.assert_array_equal(rewards, whole.rewards[3 * number : 3 * number + 3])
+            assert uids.tolist() == whole.uids[3 * number : 3 * number + 3].tolist()
+        assert np.isnan(whole.rewards).tolist() == [False, True] + [False] * 10
+
+
+def test_where_a_score_cannot_be_got_early_the_table_says_why(cluster: None) -> None:
+    """Nor is an optional one that is missing taken for what other groups may make of it. An answer comes once."""
+    failing = {"batch_size": 3, "retries": 0}
+    for functions in ({"fails_for_dark": failing}, {"brightness": {}, "nan_for_dark": failing | {"required": False}}):
+        group, shards = RewardGroup(config(max_missing_fraction=0.3, **functions)), batches(3)
+        pending = group.submit(shards, training=True)
+        assert group.early_rewards(shards[:1], pending, 0) is None
+        second = group.early_rewards(shards[1:2], pending, 3)
+        assert second is not None
+        calls: Any = pending.calls[next(iter(functions))]
+        calls[1] = replace(calls[1], answer=ray.put(RewardResult(np.zeros(3))))  # as if it were asked for anew
+        whole = group.table(shards, pending)
+        np.testing.assert_array_equal(second[0], whole.rewards[3:6])
+        missing = whole.metrics()[f"reward/{list(functions)[-1]}/missing"]
+        assert missing == (3 if len(functions) == 1 else 1)
 
 
 def test_calls_are_cut_across_rollout_batches_and_change_no_score(cluster: None) -> None:

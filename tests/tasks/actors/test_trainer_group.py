@@ -21,7 +21,7 @@ from models.weights.buckets import from_host
 from models.weights.canary import Canary
 from tasks.actors.actor_group import ActorGroup
 from tasks.actors.cluster import WorkerNeeds, ray_cluster
-from tasks.actors.messages import BothLogProbs, OldBatch, Rescored
+from tasks.actors.messages import BUSY_SECONDS, BothLogProbs, OldBatch, Rescored
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.config.trainer import RayConfig, TrainerConfig
@@ -140,6 +140,30 @@ def test_other_engines_train_through_the_same_actor(
         assert largest_difference(weights_of(group)[0], weights) < 1e-6
         group.export(tmp_path / f"exported_{name}")
         assert (tmp_path / f"exported_{name}" / "pytorch_lora_weights.safetensors").is_file()
+
+
+def test_steps_that_are_taken_early_are_the_updates_own(
+    groups: dict[str, TrainerGroup], trajectories: Trajectories, tmp_path: Path
+) -> None:
+    """The first of two mini-batches before the second is there, and one in which nothing can be learnt: none of it."""
+    given, advantages = [batch(trajectories)] * 2, np.concatenate([ADVANTAGES, -ADVANTAGES])
+    assert {name: group.steps_early for name, group in groups.items()} == {
+        "fsdp2": True,
+        "other": False,
+        "shared": True,
+    }
+    for name in ("fsdp2", "shared"):
+        group = groups[name]
+        group.save(tmp_path)
+        expected, wanted = group.update(given, advantages, None), weights_of(group)
+        group.load(tmp_path)
+        assert group.step_early(given[:1], np.full(4, np.nan, np.float32), None) == 0
+        assert group.step_early(given[:1], advantages[:4], None) == 1
+        metrics, found = group.update(given[1:], advantages[4:], None), weights_of(group)
+        assert largest_difference(found[0], wanted[0]) == 0.0
+        torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=0)
+        assert metrics.pop(BUSY_SECONDS) > 0
+        assert metrics == {name: value for name, value in expected.items() if name != BUSY_SECONDS}
 
 
 @pytest.mark.parametrize("sharing", [1, 2])

@@ -253,6 +253,33 @@ def test_the_actor_encodes_again_after_its_process_was_killed(tiny_model: Path) 
         group.encode(named("the number " * LENGTH))
 
 
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_run_says_once_that_prompts_are_cut(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture, ahead: bool
+) -> None:
+    """Before the first iteration, or of prompts that were rewritten in it."""
+    settings = EncodingSettings(dtype="float32", device="cpu", max_sequence_length=LENGTH)
+    long, longer = "the number " * LENGTH, "the number " * 2 * LENGTH
+    cut, before = named(long, longer), named("hi")
+    group = TextEncoderGroup(str(tiny_model), TextEncoderConfig(too_long="cut"), settings)
+    group.check(before)
+    group.encode(before)
+    assert not caplog.messages
+    rows = group.start(cut)() if ahead else group.encode(cut)
+    assert [len(row["prompt_embeds"]) for row in rows] == [LENGTH, LENGTH]
+    (said,) = caplog.messages
+    assert said.startswith("data.text_encoder.too_long is cut; prompts that are cut to max_sequence_length=24 tokens")
+    assert ": 2 (p.txt:1 of " in said
+    group.check(cut)
+    group.encode(named(longer))
+    assert len(caplog.messages) == 1
+    known = TextEncoderGroup(str(tiny_model), TextEncoderConfig(too_long="cut"), settings)
+    known.check([*before, *cut])
+    known.encode(cut)
+    assert [": 2 (p.txt:1 of " in message for message in caplog.messages] == [True, True], "another run, once again"
+
+
 # ---- prompts that change
 
 
@@ -394,9 +421,10 @@ def test_a_function_that_is_not_there_is_refused() -> None:
 def test_a_run_is_named_by_what_shapes_its_embeddings() -> None:
     """Where they are made and how many are kept is no part of its name; another encoder is another run's data."""
     base = live()
-    for same in ({"cache_mib": 1}, {"threads": 2}, {"device": "cuda", "num_gpus": 0.5}, {"max_restarts": 0}):
+    younger: dict[str, Any] = {"too_long": "refuse"}  # what every run did before there was the field
+    for same in ({"cache_mib": 1}, {"threads": 2}, {"device": "cuda", "num_gpus": 0.5}, {"max_restarts": 0}, younger):
         assert live(text_encoder=same).digest() == base.digest()
-    for other in ({"dtype": "bfloat16"}, {"negative_prompt": "blurry"}):
+    for other in ({"dtype": "bfloat16"}, {"negative_prompt": "blurry"}, {"too_long": "cut"}):
         assert live(text_encoder=other).digest() != base.digest()
     assert live(rewrite_prompts="a:b").digest() != base.digest()
     before = check_inputs(base).digest
