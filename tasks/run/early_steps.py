@@ -100,7 +100,7 @@ def early_steps(
         replayed: the trainer's own log-probs, where the update is to have them.
     """
     settings, trainer = run.config.trainer, run.trainer
-    if not can_step_early(run.config) or not trainer.steps_early or number in settings.profile.iterations:
+    if not can_step_early(run.config) or number in settings.profile.iterations:
         return None
     if replayed is None and not run.config.algorithm.rollout_correction.bypass_mode:
         return None
@@ -126,6 +126,8 @@ def step_early(
         if not come_first(replayed.log_probs, scored):
             return
         old = run.trainer.old_log_probs(replayed)[0]
+    if not run.trainer.steps_early:  # asked of a rank, which answers once it has replayed
+        return
     for mini_batch in _joined(batches, run.trainer.mini_batch_samples)[:-1]:
         found = run.online.reward.early_rewards(mini_batch, pending, len(steps.advantages))
         if found is None:

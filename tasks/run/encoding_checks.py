@@ -20,7 +20,7 @@ def check_embeddings(
     embeddings: PromptEmbeddings,
     field: str = "data.embeddings",
 ) -> None:
-    """They hold what the model needs, and were made as the run expects.
+    """They hold what the model needs, and were made as the run expects; texts that were cut are warned of.
 
     Args:
         field: that names their folder.
@@ -50,6 +50,11 @@ def check_embeddings(
             f"{embeddings.max_sequence_length}: encode the prompts again or leave the field out"
         )
     check_origin(config, embeddings, TEXT_SIDE, "embeddings", field)
+    if embeddings.cut:
+        log.warning(
+            "%s %s: of %d texts the first %d tokens alone were encoded (too_long: cut), such as that of %s",
+            *(field, folder, len(embeddings.cut), embeddings.max_sequence_length, min(embeddings.cut)),
+        )
 
 
 def check_origin(

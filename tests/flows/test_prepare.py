@@ -522,6 +522,20 @@ def test_a_sweeps_set_with_uids_of_its_own_is_of_the_texts_that_were_encoded(cop
         list(cells(offline(), inputs, measurement))
 
 
+def test_a_run_on_texts_of_which_the_beginning_was_encoded_says_so(
+    copied: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prompts of ten tokens and fewer."""
+    for length, warned in (("64", 0), ("4", 1)):
+        prepare(*ENCODE, "--out", "data/sd3_embeddings", "--max-sequence-length", length, "--set", "too_long=cut")
+        caplog.clear()  # diffusers has its own word for it
+        check_inputs(offline())
+        assert len(caplog.records) == warned
+    (record,) = caplog.records
+    told = r"data.embeddings data/sd3_embeddings: of \d+ texts the first 4 tokens alone were encoded \(too_long: cut\)"
+    assert re.match(told, record.getMessage())
+
+
 def test_data_of_an_older_version_is_taken_with_a_warning(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
     check_inputs(offline())
     assert not caplog.records
