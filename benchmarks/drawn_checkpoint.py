@@ -84,11 +84,12 @@ TEXTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "text_encoder_2": ("T5EncoderModel", T5_XXL),
     },
     "qwen-image": {"text_encoder": ("Qwen2_5_VLForConditionalGeneration", QWEN2_5_VL_7B)},
+    "flux.2-klein-base-4b": {"text_encoder": ("Qwen3ForCausalLM", QWEN3_4B)},
     "z-image": {"text_encoder": ("Qwen3ForCausalLM", QWEN3_4B)},
     "wan2.2-ti2v-5b": {"text_encoder": ("UMT5EncoderModel", T5_XXL | {"vocab_size": 256384})},
 }
-CALLED = {"Qwen3ForCausalLM": "Qwen3Model"}
-"""A class of `TEXTS`, whose names the files have -> what model_index.json calls it, where that is another."""
+CALLED = {("z-image", "text_encoder"): "Qwen3Model"}
+"""What model_index.json calls a component, where its files have the names of another class."""
 WAN_VAE = {
     "base_dim": 160,
     "decoder_base_dim": 256,
@@ -102,6 +103,7 @@ WAN_VAE = {
     "latents_std": [1.0] * 48,
 }
 VAES: dict[str, tuple[str, dict[str, Any]]] = {
+    "flux.2-klein-base-4b": ("AutoencoderKLFlux2", {}),
     "qwen-image": ("AutoencoderKLQwenImage", {}),
     "wan2.2-ti2v-5b": ("AutoencoderKLWan", WAN_VAE),
 }
@@ -187,8 +189,8 @@ def _write(model: str, aside: Path, prompts: list[str], device: str, chosen: tup
         started = time.perf_counter()
         module = drawn(build, torch.bfloat16, device, SEED + number)
         module.save_pretrained(aside / name, max_shard_size="5GB")
-        kind = type(module).__name__
-        index[name] = ["transformers" if name.startswith("text") else "diffusers", CALLED.get(kind, kind)]
+        kind = CALLED.get((model, name), type(module).__name__)
+        index[name] = ["transformers" if name.startswith("text") else "diffusers", kind]
         del module
         gc.collect()
         seconds[name] = time.perf_counter() - started

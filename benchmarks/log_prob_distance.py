@@ -74,6 +74,7 @@ TINY = {
     "tiny": "qwen_image",
     "tiny-sd3": "stable_diffusion_3",
     "tiny-flux": "flux",
+    "tiny-klein": "flux_2_klein",
     "tiny-z-image": "z_image",
     "tiny-wan": "wan",
 }
@@ -85,6 +86,7 @@ SIZES = {
     "flux.1-dev": Size(
         {"guidance_scale": 3.5, "true_cfg_scale": 2.0}, {"guidance_scale": 3.5}, (32, 64), 1e-5, 0.7, (0, 1), 8, 512
     ),
+    "flux.2-klein-base-4b": Size({"guidance_scale": 4.0}, {}, (32, 64), 1e-5, 0.7, (0, 1), 8, 512),
 }
 
 

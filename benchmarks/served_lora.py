@@ -45,9 +45,10 @@ GUIDANCE = {
     "StableDiffusion3Pipeline": {"guidance_scale": 1.0},
     "QwenImagePipeline": {"true_cfg_scale": 1.0},
     "FluxPipeline": {"guidance_scale": 3.5},
+    "Flux2KleinPipeline": {"guidance_scale": 1.0},
     "ZImagePipeline": {"guidance_scale": 0.0},
 }
-"""Said to both sides, whose defaults are not the same; off, but FLUX's, which is an input of its network."""
+"""Said to both sides, whose defaults are not the same; off, but FLUX.1's, which is an input of its network."""
 IDLE_STEPS = {"ZImagePipeline": 1}
 """Steps that the server counts among those it is asked for and that do nothing: its Z-Image makes one at sigma 0."""
 SEED, PROMPT, START_SECONDS = 1, "a sign", 900
@@ -78,7 +79,9 @@ def by_diffusers(model: Path, weights: Path, call: dict[str, Any], device: str, 
     pipeline.set_progress_bar_config(disable=True)
 
     def drawn() -> np.ndarray:
-        return np.asarray(pipeline(PROMPT, generator=torch.Generator(device).manual_seed(SEED), **call).images[0])
+        return np.asarray(
+            pipeline(prompt=PROMPT, generator=torch.Generator(device).manual_seed(SEED), **call).images[0]
+        )
 
     base = drawn().astype(int)
     pipeline.load_lora_weights(weights)

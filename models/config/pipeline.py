@@ -31,8 +31,9 @@ class DiffusionPipelineConfig(Section):
         None,
         ge=0.0,
         le=MOST_GUIDANCE,
-        description="Classifier-free guidance of Stable Diffusion 3, Wan (off up to 1) and Z-Image (off at 0), where "
-        "null turns it off; for FLUX.1-dev the scale that the model was distilled with, which it must be given.",
+        description="Classifier-free guidance of Stable Diffusion 3, Wan, FLUX.2 klein (off up to 1) and Z-Image (off "
+        "at 0), where null turns it off; for FLUX.1-dev the scale that the model was distilled with, which it must be "
+        "given.",
     )
     num_frames: int | None = Field(
         None, ge=1, le=MOST_FRAMES, description="Frames of a video; null for models of pictures."

@@ -13,7 +13,7 @@ from models.import_paths import check_allowed
 
 __all__ = ["GROUP", "OWN", "load_families", "load_others"]
 
-OWN = ("flux", "qwen_image", "stable_diffusion_3", "wan", "z_image")
+OWN = ("flux", "flux_2_klein", "qwen_image", "stable_diffusion_3", "wan", "z_image")
 """Modules of this package, each of which registers one family when imported."""
 
 GROUP = "doubleflow.families"

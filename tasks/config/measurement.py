@@ -46,7 +46,7 @@ class Measurement(Section):
     guidance_scale: list[Annotated[float, Field(ge=0, le=MOST_GUIDANCE)]] = Field(
         default_factory=list,
         max_length=MOST_VALUES,
-        description="The same for those guided by guidance_scale (Stable Diffusion 3, Wan, Z-Image).",
+        description="The same for those guided by guidance_scale (Stable Diffusion 3, Wan, FLUX.2 klein, Z-Image).",
     )
     seeds: list[Seed] = Field(
         [0], min_length=1, max_length=MOST_VALUES, description="Each of them; the noise is the same for all weights."

@@ -140,8 +140,10 @@ def check_served(found: dict[str, float]) -> None:
     assert found["server, LoRA to base"] > 1
 
 
-def test_a_lora_of_flux_is_served_under_the_names_of_packed_matrices(tmp_path: Path) -> None:
-    FAMILIES["flux"].save(tmp_path / "model")
+@pytest.mark.parametrize("name", ["flux", "flux_2_klein"])
+def test_a_lora_is_served_whose_server_packs_matrices(name: str, tmp_path: Path) -> None:
+    """FLUX.1's by the packed matrices' names, klein's by those of their parts."""
+    FAMILIES[name].save(tmp_path / "model")
     check_served(compared(tmp_path / "model"))
 
 

@@ -2,8 +2,8 @@
 """A tiny checkpoint's folder as the hub has such a model: shards, variants, old config and tokenizer files, and more.
 
 What is read in place of the files that count has other numbers, so that it shows. The layouts are those of
-stabilityai/stable-diffusion-3.5-medium and -3-medium-diffusers, Qwen/Qwen-Image, black-forest-labs/FLUX.1-dev,
-Tongyi-MAI/Z-Image, Wan-AI/Wan2.1-T2V-1.3B-Diffusers and Wan2.2-TI2V-5B-Diffusers.
+stabilityai/stable-diffusion-3.5-medium and -3-medium-diffusers, Qwen/Qwen-Image, black-forest-labs/FLUX.1-dev
+and FLUX.2-klein-base-4B, Tongyi-MAI/Z-Image, Wan-AI/Wan2.1-T2V-1.3B-Diffusers and Wan2.2-TI2V-5B-Diffusers.
 """
 
 import json
@@ -18,7 +18,14 @@ from diffusers import AutoencoderKLWan
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from tests.support.tiny_models import enliven, save_flux, save_stable_diffusion_3, save_wan, save_z_image
+from tests.support.tiny_models import (
+    enliven,
+    save_flux,
+    save_flux_2_klein,
+    save_stable_diffusion_3,
+    save_wan,
+    save_z_image,
+)
 
 STRAY = torch.full((64, 64), 9.0)
 """In files that nobody is to read."""
@@ -182,6 +189,11 @@ def qwen3_for_text(config: dict, tensors: dict) -> tuple[dict, dict]:
     """A language model whose output is its embedding."""
     changed = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, **_old_rotary(config)}
     return changed, {f"model.{name}": tensor for name, tensor in tensors.items()}
+
+
+def qwen3(config: dict, tensors: dict) -> tuple[dict, dict]:
+    """A language model of whose layers some are taken."""
+    return _old_rotary(config), tensors
 
 
 def qwen2_5_vl(config: dict, tensors: dict) -> tuple[dict, dict]:
@@ -376,6 +388,28 @@ LAYOUTS = {
         tokenizers={"tokenizer": clip_files, "tokenizer_2": t5_files},
         stray=("flux1-dev.safetensors", "ae.safetensors"),
         pipeline={"guidance_scale": 3.5},
+    ),
+    "flux.2-klein-base-4b": Layout(
+        save_flux_2_klein,
+        {
+            "transformer": (
+                *("attention_head_dim", "axes_dims_rope", "eps", "guidance_embeds", "in_channels"),
+                *("joint_attention_dim", "mlp_ratio", "num_attention_heads", "num_layers", "num_single_layers"),
+                *("out_channels", "patch_size", "rope_theta", "timestep_guidance_channels"),
+            ),
+            "vae": (
+                *("act_fn", "batch_norm_eps", "batch_norm_momentum", "block_out_channels", "down_block_types"),
+                *("force_upcast", "in_channels", "latent_channels", "layers_per_block", "mid_block_add_attention"),
+                *("norm_num_groups", "out_channels", "patch_size", "sample_size", "up_block_types"),
+                *("use_post_quant_conv", "use_quant_conv"),
+            ),
+            "scheduler": DYNAMIC,
+        },
+        {"text_encoder": 2},
+        text={"text_encoder": qwen3},
+        tokenizers={"tokenizer": qwen_files_with_json},
+        stray=("flux-2-klein-base-4b.safetensors",),
+        pipeline={"guidance_scale": 4.0},
     ),
     "qwen-image": Layout(
         save_qwen_image,

@@ -2,8 +2,8 @@
 """Models as they are published: the configs, without weights, and what is known of their size.
 
 Sources: the config.json of transformer and VAE and the scheduler_config.json, in the fields that matter here, of
-stabilityai/stable-diffusion-3.5-medium, Qwen/Qwen-Image, black-forest-labs/FLUX.1-dev, Tongyi-MAI/Z-Image and
-Wan-AI/Wan2.2-TI2V-5B-Diffusers.
+stabilityai/stable-diffusion-3.5-medium, Qwen/Qwen-Image, black-forest-labs/FLUX.1-dev and FLUX.2-klein-base-4B,
+Tongyi-MAI/Z-Image and Wan-AI/Wan2.2-TI2V-5B-Diffusers.
 """
 
 import json
@@ -114,6 +114,32 @@ MODELS = {
         lora_modules=19 * 12 + 38 * 3,
         text=(512, 4096, 768),
         pipeline=(("guidance_scale", 3.5),),
+    ),
+    "flux.2-klein-base-4b": Published(
+        "Flux2KleinPipeline",
+        {
+            "_class_name": "Flux2Transformer2DModel",
+            "attention_head_dim": 128,
+            "axes_dims_rope": [32, 32, 32, 32],
+            "eps": 1e-6,
+            "guidance_embeds": False,
+            "in_channels": 128,
+            "joint_attention_dim": 7680,
+            "mlp_ratio": 3.0,
+            "num_attention_heads": 24,
+            "num_layers": 5,
+            "num_single_layers": 20,
+            "out_channels": None,
+            "patch_size": 1,
+            "rope_theta": 2000,
+            "timestep_guidance_channels": 256,
+        },
+        KL_VAE,
+        DYNAMIC | {"max_image_seq_len": 4096, "max_shift": 1.15, "shift": 3.0},
+        billions=3.88,
+        lora_modules=5 * 12 + 20,
+        text=(512, 7680, 0),
+        index=(("is_distilled", False),),
     ),
     "z-image": Published(
         "ZImagePipeline",

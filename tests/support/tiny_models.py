@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLFlux2,
     AutoencoderKLWan,
     FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
     SD3Transformer2DModel,
@@ -25,13 +28,14 @@ from diffusers import (
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
     Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3Model,
     T5Config,
     T5EncoderModel,
@@ -42,7 +46,8 @@ from transformers import (
 
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.families.flux import Flux
-from models.families.latents import text_width, transformer_config
+from models.families.flux_2_klein import Flux2Klein
+from models.families.latents import latent_grid, text_width, transformer_config, unpack_latents
 from models.families.qwen_image import QwenImage
 from models.families.stable_diffusion_3 import StableDiffusion3
 from models.families.wan import Wan
@@ -74,6 +79,9 @@ class Family:
         padded: the denoiser sees the text's padding, and both halves of guidance have texts of one length.
         dead_ends: parts of the names of weights whose output leads nowhere, so that no gradient reaches them.
         prepare: makes the diffusers pipeline the oracle, where it is not so from the start.
+        contrasts: what the pipeline is called with for guidance to contrast with these texts.
+        start: the latents that the pipeline begins with, as it takes them, from the adapter's.
+        finish: what the pipeline shows of the adapter's latents as its own at the end.
     """
 
     adapter: type[DiffusionModelBase]
@@ -88,6 +96,9 @@ class Family:
     padded: bool = False
     dead_ends: tuple[str, ...] = ()
     prepare: Callable[[Any], None] = lambda pipeline: None
+    contrasts: Callable[[Any, list[str]], dict[str, Any]] = lambda pipeline, texts: {"negative_prompt": texts}
+    start: Callable[[DiffusionModelConfig, Tensor], Tensor] = lambda config, latents: latents
+    finish: Callable[[Any, DiffusionModelConfig, Tensor], Tensor] = lambda pipeline, config, latents: latents
 
     def unreached(self, names: Iterable[str]) -> set[str]:
         """Those of the names that are dead ends."""
@@ -247,6 +258,78 @@ CHAT = (
 )
 
 
+def save_flux_2_klein(folder: Path, is_distilled: bool = False) -> None:
+    """A base model unless told otherwise: blocks of both kinds, text of three layers far apart, and channels of the
+    latent whose statistics differ."""
+    tokenizer = train_tokenizer(CORPUS, 4096)
+    tokenizer.chat_template = CHAT
+    width, channels = 16, 4
+
+    def build() -> Flux2KleinPipeline:
+        text = Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=28,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+        )
+        vae = AutoencoderKLFlux2(
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            block_out_channels=(8, 8),
+            layers_per_block=1,
+            norm_num_groups=2,
+            latent_channels=channels,
+        )
+        vae.bn.running_mean.uniform_(-0.3, 0.3)
+        vae.bn.running_var.uniform_(0.5, 2.0)
+        return Flux2KleinPipeline(
+            transformer=enliven(
+                Flux2Transformer2DModel(
+                    in_channels=4 * channels,
+                    num_layers=2,
+                    num_single_layers=2,
+                    attention_head_dim=16,
+                    num_attention_heads=2,
+                    joint_attention_dim=3 * width,
+                    timestep_guidance_channels=32,
+                    axes_dims_rope=(4, 4, 4, 4),
+                    guidance_embeds=False,
+                ),
+                gain=2.5,
+            ),
+            scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
+            vae=enliven(vae),
+            text_encoder=Qwen3ForCausalLM(text).eval(),
+            tokenizer=tokenizer,
+            is_distilled=is_distilled,
+        )
+
+    seeded(build).save_pretrained(folder)
+
+
+def encoded_by_klein(pipeline: Any, texts: list[str]) -> dict[str, Tensor]:
+    """Its pipeline takes what guidance contrasts with as embeddings alone."""
+    return {"negative_prompt_embeds": pipeline.encode_prompt(texts, max_sequence_length=MAX_SEQUENCE_LENGTH)[0]}
+
+
+def as_patches(config: DiffusionModelConfig, latents: Tensor) -> Tensor:
+    """Tokens [B, S, C] as a grid [B, C, rows, columns]."""
+    rows, columns = latent_grid(config, vae_factor=2, patch=2)
+    return latents.mT.unflatten(-1, (rows // 2, columns // 2))
+
+
+def as_kleins_vae_has_them(pipeline: Any, config: DiffusionModelConfig, latents: Tensor) -> Tensor:
+    """Tokens [B, S, C] as the decoder takes them, [B, C/4, h, w]."""
+    norm = pipeline.vae.bn
+    deviation = torch.sqrt(norm.running_var + pipeline.vae.config.batch_norm_eps)
+    return unpack_latents(latents * deviation + norm.running_mean, *latent_grid(config, vae_factor=2, patch=2))
+
+
 def save_z_image(folder: Path) -> None:
     """A chat around the prompt, refiners of both streams, and token counts that need padding to 32."""
     tokenizer = train_tokenizer(CORPUS, 4096)
@@ -379,6 +462,17 @@ FAMILIES = {
         schedulers={"own": {}, "static": {"use_dynamic_shifting": False, "shift": 3.0}},
         plain={"guidance_scale": 3.5},
         guided={"guidance_scale": 3.5, "true_cfg_scale": 4.0},
+    ),
+    "flux_2_klein": Family(
+        Flux2Klein,
+        save_flux_2_klein,
+        schedulers={"own": {}, "static": {"use_dynamic_shifting": False}},
+        guided={"guidance_scale": 4.0},
+        unguided_call={"guidance_scale": 1.0},
+        padded=True,
+        contrasts=encoded_by_klein,
+        start=as_patches,
+        finish=as_kleins_vae_has_them,
     ),
     "z_image": Family(
         ZImage,

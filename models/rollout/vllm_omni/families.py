@@ -25,6 +25,17 @@ class FluxRollout(RolloutPipeline):
         return FluxTransformer2DModel
 
 
+@VllmOmniPipelineBase.register("Flux2KleinPipeline")
+class Flux2KleinRollout(RolloutPipeline):
+    """Its transformer packs q, k and v into one matrix."""
+
+    @classmethod
+    def transformer_class(cls) -> type[nn.Module]:
+        from vllm_omni.diffusion.models.flux2_klein.flux2_klein_transformer import Flux2Transformer2DModel
+
+        return Flux2Transformer2DModel
+
+
 @VllmOmniPipelineBase.register("QwenImagePipeline")
 class QwenImageRollout(RolloutPipeline):
     """Its transformer packs q, k and v into one matrix and wants the length of the text."""

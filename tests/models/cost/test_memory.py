@@ -162,7 +162,11 @@ def peak_of(compute: Callable[[], Any], folder: Path) -> int:
 
 # What is kept for the backward, the larger part of a peak, is quick for all of them.
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ("flux", "z_image") else []) for name in FAMILIES]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("flux", "flux_2_klein", "z_image") else [])
+        for name in FAMILIES
+    ],
 )
 def test_peaks_are_those_of_the_allocator(
     name: str, tiny_folder: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -38,8 +38,8 @@ from tests.support.tiny_models import FAMILIES, NEGATIVE, Family
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
 # What is the engine's more than an adapter's is quick for the three that differ most: one stream of tokens or two, full
-# weights of which some stay in fp32, pictures and videos. That sampling and replay are right is quick for all five.
-LIKE_OTHERS = ("flux", "z_image")
+# weights of which some stay in fp32, pictures and videos. That sampling and replay are right is quick for all of them.
+LIKE_OTHERS = ("flux", "flux_2_klein", "z_image")
 every_engine = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LIKE_OTHERS else []) for name in FAMILIES]
 )
@@ -107,11 +107,12 @@ class Checkpoint:
             height=config.pipeline.height,
             width=config.pipeline.width,
             num_inference_steps=config.pipeline.num_inference_steps,
-            latents=latents.clone(),
+            latents=self.family.start(config, latents.clone()),
             output_type=output_type,
             **settings,
             **self.family.call,
-            **{name: list(prompts) for name, prompts in text.items()},  # a copy: some pipelines write over it
+            # A copy: some pipelines write over it.
+            **{name: list(given) if isinstance(given, list) else given for name, given in text.items()},
         )
         return result.frames if self.adapter.samples_video else result.images
 
@@ -161,8 +162,10 @@ def test_sampling_is_the_pipelines_own(
     )
     latents = denoised.latents
     assert denoised.recorded() is None
-    text = {"prompt": list(texts)} | ({"negative_prompt": [NEGATIVE] * len(texts)} if guided else {})
-    assert torch.equal(latents, model.oracle(config, start, "latent", **text))
+    text = {"prompt": list(texts)}
+    text |= model.family.contrasts(model.pipeline, [NEGATIVE] * len(texts)) if guided else {}
+    shown = model.family.finish(model.pipeline, config, latents)
+    assert torch.equal(shown, model.oracle(config, start, "latent", **text))
     pictures = to_uint8(adapter.decode(adapter.load_vae(config), config, latents))
     expected = (np.asarray(model.oracle(config, start, "np", **text)) * 255).round().astype("uint8")
     assert expected.shape[-3:] == (config.pipeline.height, config.pipeline.width, 3)
@@ -282,7 +285,8 @@ def test_embeddings_of_the_data_stage_are_the_pipelines_own(checkpoint_of: Any, 
 
 @every_family
 def test_prompt_lengths_are_those_that_the_encoder_keeps(checkpoint_of: Any, name: str) -> None:
-    """With one token less something is lost: the last row, or where all are padded the prompt's last word."""
+    """With one token less something is lost: the last row, or where all are padded the prompt's last word; with one
+    more a chat has padding behind its end."""
     model = checkpoint_of(name)
     texts = ["the number 472", "the number hello"]
     length, other = model.adapter.prompt_lengths(model.pipeline, texts)
@@ -294,6 +298,13 @@ def test_prompt_lengths_are_those_that_the_encoder_keeps(checkpoint_of: Any, nam
 
     if encoded(texts[0], length + 1).shape[1] == length:
         assert encoded(texts[0], length - 1).shape[1] == length - 1
+    elif name == "flux_2_klein":
+        tokenizer, limits = model.pipeline.tokenizer, (length, length + 1)
+        own, found = tokenizer.pad_token, []
+        for padding in (tokenizer.convert_ids_to_tokens(5), own):
+            tokenizer.pad_token = padding
+            found.append([encoded(texts[0], limit) for limit in limits])
+        assert [torch.equal(*pair) for pair in zip(*found, strict=True)] == [True, False]
     else:
         assert length == other
         assert not torch.equal(encoded(texts[0], length), encoded(texts[1], length))

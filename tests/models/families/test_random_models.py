@@ -47,6 +47,7 @@ def test_stored_buffers_are_in_the_format_in_which_loading_gives_them(tmp_path: 
 BILLIONS = {  # of the published models' parts
     "sd3.5-medium": {"text_encoder": 0.124, "text_encoder_2": 0.695, "text_encoder_3": 4.762, "vae": 0.084},
     "flux.1-dev": {"text_encoder": 0.123, "text_encoder_2": 4.762, "vae": 0.084},
+    "flux.2-klein-base-4b": {"text_encoder": 4.022, "vae": 0.084046115},
     "qwen-image": {"text_encoder": 8.292, "vae": 0.127},
     "z-image": {"text_encoder": 4.022, "vae": 0.084},
     "wan2.2-ti2v-5b": {"text_encoder": 5.681, "vae": 0.705},

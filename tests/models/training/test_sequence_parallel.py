@@ -34,6 +34,7 @@ AT_ONCE = {"shard_frozen": False, "reshard_after_forward": False, "gradient_chec
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "wan": ({"lora_rank": 4, "lora_alpha": 8, "num_frames": 5, "height": 32, "width": 64}, AT_ONCE | KL),
     "qwen_image": ({"true_cfg_scale": 2.0}, {"loss_mode": "awm", "gradient_checkpointing": True, **KL}),
+    "flux_2_klein": ({"lora_rank": 4, "lora_alpha": 8, "height": 16, "width": 24}, KL),
 }
 
 
@@ -45,6 +46,9 @@ def prompts_of(family: str) -> PromptTable:
     table = prompt_table((5, 3), negative_length=3)
     if family == "qwen_image":
         return table
+    if family == "flux_2_klein":  # whose text is split as it is
+        embeds = torch.randn(2, 6, 48, generator=torch.Generator().manual_seed(0))
+        return PromptTable(embeds, torch.ones(2, 6, dtype=torch.bool))
     return PromptTable(table.prompt_embeds[..., :16].contiguous(), torch.ones_like(table.prompt_embeds_mask))
 
 

@@ -10,6 +10,7 @@ import yaml
 
 from models.algorithms import DiffusionAdvantageEstimator
 from models.families.flux import Flux
+from models.families.flux_2_klein import Flux2Klein
 from models.families.qwen_image import QwenImage
 from models.families.stable_diffusion_3 import StableDiffusion3
 from models.families.wan import Wan
@@ -555,12 +556,13 @@ def test_a_model_gets_the_sampling_settings_that_it_reads() -> None:
     assert sampling("$HOME/Qwen-Image", *both[:2], "num_frames=1") == {"true_cfg_scale": 4.0}
     assert sampling("/models/stable-diffusion-3.5", *both[:2]) == {"guidance_scale": 5.0}
     assert sampling("/models/stable-diffusion-3.5", both[0]) == {}, "theirs does not read it either"
+    assert sampling("black-forest-labs/FLUX.2-klein-base-4B", *both[:2]) == {"guidance_scale": 5.0}
     assert sampling("/models/own", *both) == {"true_cfg_scale": 4.0, "guidance_scale": 5.0, "num_frames": 8}
 
 
 def test_families_read_what_their_adapters_say() -> None:
     adapters = {"qwen-image": QwenImage, "stable-diffusion-3": StableDiffusion3, "wan": Wan}
-    adapters |= {"z-image": ZImage, "flux": Flux}
+    adapters |= {"z-image": ZImage, "flux.2-klein": Flux2Klein, "flux": Flux}
     assert {name: family.reads for name, family in FAMILIES.items()} == {
         name: adapter.pipeline_fields for name, adapter in adapters.items()
     }

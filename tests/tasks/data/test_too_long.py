@@ -89,7 +89,7 @@ def seen_by_the_denoiser(family: str, text: str) -> dict[str, Tensor]:
     height, width = tested.sizes[0]
     call = tested.plain | tested.unguided_call | {"max_sequence_length": LENGTH, "num_inference_steps": 2}
     with pipeline.transformer.register_forward_pre_hook(look, with_kwargs=True):
-        pipeline(text, height=height, width=width, output_type="latent", **call)
+        pipeline(prompt=text, height=height, width=width, output_type="latent", **call)
     names = {"encoder_hidden_states": "prompt_embeds", "pooled_projections": "pooled_prompt_embeds"}
     return {ours: given[theirs] for theirs, ours in names.items() if theirs in given}
 

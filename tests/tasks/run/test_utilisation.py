@@ -56,7 +56,7 @@ COUNTED = {
 # `test_real_size.py` counts a forward of every family.
 @pytest.mark.parametrize(
     ("name", "settings"),
-    crossed(FAMILIES, {"full_guided": {}, "lora": {"lora_rank": 4}}, slow=("flux", "z_image")),
+    crossed(FAMILIES, {"full_guided": {}, "lora": {"lora_rank": 4}}, slow=("flux", "flux_2_klein", "z_image")),
 )
 def test_an_iteration_costs_what_torch_counts(
     name: str, settings: dict[str, Any], tiny_folder: Callable[[str], Path]
