@@ -150,8 +150,9 @@ class DiffusersFSDPEngine(PolicyForward):
             GradientNotFinite: see `update_policy`.
         """
         assert self.loss_fn.process == "reverse", "a loss of the forward process takes all batches of an update at once"
-        self._begun = self._record_of_update()
-        self._take_step(self._prepared(batch), self._begun)
+        record, self._begun = self._record_of_update(), None  # nothing goes on with one of which a step has failed
+        self._take_step(self._prepared(batch), record)
+        self._begun = record
 
     def _record_of_update(self) -> UpdateRecord:
         """Of the update that is under way, or of one that begins now."""

@@ -237,12 +237,12 @@ class RewardGroup:
         uids = np.array([prompt.uid for batch in batches for prompt in batch.prompts])
         trained = {name: entry for name, entry in self.config.functions.items() if entry.share}
         scores: dict[str, np.ndarray] = {}
+        finite = np.concatenate(get([batch.finite for batch in batches]))
         for name, entry in trained.items():
             found = self.pools[name].early_scores(pending.calls[name], start, start + len(uids))
-            if found is None or not (entry.required or np.isfinite(found).all()):
+            if found is None or not (entry.required or np.isfinite(found[finite]).all()):
                 return None
             scores[name] = found
-        finite = np.concatenate(get([batch.finite for batch in batches]))
         return np.where(finite, trained_reward(scores, trained, uids), np.float32(np.nan)), uids
 
     def _ask_model(self, measured: Mapping[str, Any]) -> bool:

@@ -38,6 +38,7 @@ from tasks.actors.rank_places import RankPlaces
 from tasks.actors.rollout_group import PendingBatch, RolloutGroup
 from tasks.actors.trainer_rank import TrainerRank
 from tasks.actors.update_plan import NothingToLearn, OldScores, over_ranks, plan_updates
+from tasks.actors.waiting import get, unfinished
 from tasks.actors.weight_transport import Routes
 from tasks.config.trainer import TrainerConfig
 from tasks.data.pairs import PairBatch
@@ -71,6 +72,9 @@ class TrainerGroup:
         self._velocity: ray.ObjectRef | None = None  # for the canary at the last sync
         self.trains_meanwhile = settings.one_step_off_policy
         self._holders = dict[HeldWeights, ray.ObjectRef]()
+        # Not among what the group has begun: an error of theirs is the update's. Raised by what writes a checkpoint
+        # meanwhile, it would take that with it, and where scores are waited for, those that nobody has kept yet.
+        self._early = list[ray.ObjectRef]()
 
     def start(self, seconds: float = inf) -> list[ray.ObjectRef]:
         """Build the engines; the references are ready when they are. Raises NotLoaded where rank 0 is not there in so
@@ -139,7 +143,7 @@ class TrainerGroup:
         plans = plan_updates(batches, advantages, self.mini_batch_samples, len(self.group) // self.sharing, old)
         ranks = enumerate(self.group.actors)
         steps = [(actor, step) for rank, actor in ranks for step in plans[rank // self.sharing]]
-        self.group.begin([actor.step_early.remote(step) for actor, step in steps])
+        self._early += [actor.step_early.remote(step) for actor, step in steps]
         return len(plans[0])
 
     def update(
@@ -154,10 +158,13 @@ class TrainerGroup:
         ranks, epochs = len(self.group) // self.sharing, self.actor_config.ppo_epochs
         plans = plan_updates(batches, advantages, self.mini_batch_samples, ranks, old)
         check_plans(plans, advantages)
+        early, self._early = self._early, []
+        unfinished(early)
         actors = enumerate(self.group.actors)
-        return over_ranks(
-            self.group.get([actor.update.remote(plans[rank // self.sharing], epochs) for rank, actor in actors])
-        )
+        updates = [actor.update.remote(plans[rank // self.sharing], epochs) for rank, actor in actors]
+        metrics = self.group.get(updates, beside=early)
+        get(early)  # of which one may have failed since it was last looked at
+        return over_ranks(metrics)
 
     def save(self, folder: Path) -> None:
         """Every rank writes its part of a checkpoint."""

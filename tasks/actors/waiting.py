@@ -70,7 +70,8 @@ def come_first(answers: Sequence[ray.ObjectRef], others: Sequence[ray.ObjectRef]
             if _all_exist(others):
                 return False
             awaited = [*answers, *others]
-            ray.wait(awaited, num_returns=len(_existing(awaited)) + 1, timeout=PIECE_SECONDS, fetch_local=False)
+            one_more = min(len(_existing(awaited)) + 1, len(awaited))  # or all, since they were looked at
+            ray.wait(awaited, num_returns=one_more, timeout=PIECE_SECONDS, fetch_local=False)
 
 
 def unfinished(begun: Sequence[ray.ObjectRef]) -> list[ray.ObjectRef]:

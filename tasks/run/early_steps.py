@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from ray.exceptions import RayError
 
 from models.algorithms import get_diffusion_adv_estimator_fn, get_diffusion_loss_fn
 from models.algorithms.advantages import compute_flow_grpo_outcome_advantage
@@ -121,12 +122,14 @@ def step_early(
 
     Not where all is scored before the old log-probs are there: then the time is theirs, and nothing is gained.
     """
-    scored, old, algorithm = pending.answers, None, run.config.algorithm
-    if replayed is not None:
-        if not come_first(replayed.log_probs, scored):
+    old, algorithm = None, run.config.algorithm
+    if replayed is not None and not come_first(replayed.log_probs, pending.answers):
+        return
+    try:
+        old = None if replayed is None else run.trainer.old_log_probs(replayed)[0]
+        if not run.trainer.steps_early:  # asked of a rank, which answers once it has replayed
             return
-        old = run.trainer.old_log_probs(replayed)[0]
-    if not run.trainer.steps_early:  # asked of a rank, which answers once it has replayed
+    except RayError:  # it is raised anew by what is asked of the ranks next, once the scores are there and kept
         return
     for mini_batch in _joined(batches, run.trainer.mini_batch_samples)[:-1]:
         found = run.online.reward.early_rewards(mini_batch, pending, len(steps.advantages))

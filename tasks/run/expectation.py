@@ -325,10 +325,12 @@ def beside(expected: Expectation, number: int, metrics: Mapping[str, float], wor
     seconds = {name.removeprefix("timing_s/"): s for name, s in metrics.items() if name.startswith("timing_s/")}
     step = seconds["step"] - sum(seconds.get(name, 0.0) for name in SELDOM)
     busy = metrics.get("perf/rollout_busy_s", 0.0)
+    # With early steps the stage is what was left of the update once all was scored.
+    update = metrics["perf/update_busy_s"] if metrics.get("perf/early_steps") else seconds.get("update_actor", 0.0)
     stages = {
         "rollout": (busy / workers if workers else 0.0, placed.rollout),
         "old log-probs": (seconds.get("old_log_prob", 0.0), expected.old_log_prob / trainer),
-        "update": (seconds.get("update_actor", 0.0), expected.update / trainer),
+        "update": (update, expected.update / trainer),
         "rewards after the rollout": (seconds.get("reward", 0.0), placed.waits),
     }
     parts = [f"{name} {took:.3g} s ({should:.3g})" for name, (took, should) in stages.items() if took or should]

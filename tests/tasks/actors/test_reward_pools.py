@@ -145,6 +145,18 @@ def test_where_a_score_cannot_be_got_early_the_table_says_why(cluster: None) -> 
         assert missing == (3 if len(functions) == 1 else 1)
 
 
+def test_what_is_missing_of_a_sample_that_is_left_out_anyway_is_not_waited_for(cluster: None) -> None:
+    """An optional reward cannot be had of a picture that is not finite, and speaks for no other sample."""
+    functions = {"brightness": {}, "nan_for_dark": {"retries": 0, "required": False}}
+    group, shards = RewardGroup(config(max_missing_fraction=0.3, **functions)), batches(3, not_finite=(0,))
+    pending = group.submit(shards, training=True)
+    early = group.early_rewards(shards[:1], pending, 0)
+    whole = group.table(shards, pending)
+    assert early is not None
+    np.testing.assert_array_equal(early[0], whole.rewards[:3])
+    assert np.isnan(early[0]).tolist() == [True, False, False]
+
+
 def test_calls_are_cut_across_rollout_batches_and_change_no_score(cluster: None) -> None:
     """Shards of 5, 5 and 2 pictures; calls of 4 cover two of them. Two workers of one reward share the calls."""
     assert of("brightness", {}).tolist() == LEVELS

@@ -3,6 +3,7 @@
 
 import stat
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from models.config.actor import ForwardProcessConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import Trajectories
 from models.schedulers.noise_keys import NoiseKey
+from models.training.gradients import GradientNotFinite
 from models.weights.buckets import from_host
 from models.weights.canary import Canary
 from tasks.actors.actor_group import ActorGroup
@@ -164,6 +166,34 @@ def test_steps_that_are_taken_early_are_the_updates_own(
         torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=0)
         assert metrics.pop(BUSY_SECONDS) > 0
         assert metrics == {name: value for name, value in expected.items() if name != BUSY_SECONDS}
+
+
+def test_an_error_of_a_step_that_is_taken_early_is_the_updates(
+    groups: dict[str, TrainerGroup], trajectories: Trajectories, tmp_path: Path
+) -> None:
+    """Not that of the checkpoint that is being written, which stays, nor of what is asked of the ranks before."""
+    group, store, failed = groups["fsdp2"], CheckpointStore(tmp_path / "checkpoints", keep=2), threading.Event()
+    group.save(tmp_path / "before")
+    broken = trajectories.rows(torch.arange(4))
+    broken.latents[2, 1, 0, 0] = float("nan")
+    given, advantages = [batch(broken), batch(trajectories), batch(trajectories)], np.concatenate([ADVANTAGES] * 3)
+
+    def write_on_once_it_has_failed() -> None:
+        failed.wait()
+        group.wait_until_saved()
+
+    store.save_in_background(RunState(1, "c", "d", "r"), group.start_saving, write_on_once_it_has_failed)
+    assert group.step_early(given[:1], advantages[:4], None) == 1
+    ray.get(group.group.actors[0].__ray_ready__.remote())
+    failed.set()
+    assert group.step_early(given[1:2], advantages[4:8], None) == 1
+    assert len(scores(group, given[1:])[0]) == 2
+    store.settle()
+    assert store.iterations() == [1]
+    with pytest.raises(GradientNotFinite, match="norm of optimiser step"):
+        group.update(given[2:], advantages[8:], None)
+    group.load(tmp_path / "before")
+    group.update(given[1:], advantages[4:], None)
 
 
 @pytest.mark.parametrize("sharing", [1, 2])

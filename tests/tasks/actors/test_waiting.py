@@ -13,7 +13,8 @@ import ray
 from ray._private.authentication import authentication_token_setup as tokens
 from ray.cluster_utils import Cluster
 
-from tasks.actors.waiting import get
+from tasks.actors import waiting
+from tasks.actors.waiting import come_first, get
 from tests.support.patience import PATIENCE
 from tests.support.platform_helpers import FEW_DAEMONS
 
@@ -68,3 +69,19 @@ def test_an_error_is_raised_while_others_are_computed_and_one_may_be_asked_for_t
     ray.cancel(slow, force=True)
     assert [len(found) for found in get([small, small])] == [1, 1]
     assert get([]) == []
+
+
+def test_what_comes_first_may_come_while_it_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides, after neither was there and before it is counted what there is to wait for."""
+    answers, others, look = [late.remote(0.5)], [late.remote(0.5)], waiting._existing
+    looks = []
+
+    def after_all_have_come(refs: list[ray.ObjectRef]) -> list[ray.ObjectRef]:
+        looks.append(len(refs))
+        if len(refs) == 2:
+            ray.wait(refs, num_returns=2)
+        return look(refs)
+
+    monkeypatch.setattr(waiting, "_existing", after_all_have_come)
+    assert come_first(answers, others)
+    assert looks == [1, 1, 2, 1]

@@ -13,7 +13,7 @@ from models.cost.measured_shares import MEASURED, Shares, measured_shares
 from models.cost.meta_pass import pass_cost
 from models.families.base import DiffusionModelConfig
 from tasks.config.tree import TrainConfig
-from tasks.run.expectation import BesideExpected, Expectation, RewardWork, expect, planned_work, reward_work
+from tasks.run.expectation import BesideExpected, Expectation, RewardWork, beside, expect, planned_work, reward_work
 from tasks.run.update_passes import trained_steps
 from tests.support.tiny_models import embeddings_of
 
@@ -175,3 +175,10 @@ def test_once_a_run_says_what_an_iteration_took_beside_it() -> None:
         "12 s; rewards 0.1 s a picture"
     )
     assert told.observe(4, metrics) is None
+
+
+def test_an_update_whose_steps_began_early_is_told_whole() -> None:
+    """Its stage is what was left to wait for."""
+    metrics = {"timing_s/update_actor": 5.0, "timing_s/step": 60.0, "perf/early_steps": 3.0, "perf/update_busy_s": 40.0}
+    assert "update 40 s (" in beside(COLOCATED, 3, metrics, 1)
+    assert "update 5 s (" in beside(COLOCATED, 3, metrics | {"perf/early_steps": 0.0}, 1)
