@@ -88,6 +88,9 @@ class DiffusionModelBase(ABC):
     projects_streams: ClassVar[bool] = False
     """Queries, keys and values of a stream are made of the same tensor, by diffusers' names of these layers."""
 
+    most_text_tokens: ClassVar[int | None] = None
+    """Beyond which the pipeline cuts a text whatever length it is given; None where it does not."""
+
     samples_video: ClassVar[bool] = False
     """`decode` returns [B, F, H, W, 3] instead of [B, H, W, 3]."""
 
@@ -387,7 +390,8 @@ class DiffusionModelBase(ABC):
         """What can be said about the sampling settings before a model loads; reads config files only.
 
         Raises:
-            ValueError: a field is set that the family does not read, or the size does not suit the model.
+            ValueError: a field is set that the family does not read, the size does not suit the model, or its pipeline
+                reads fewer tokens.
         """
         for name, nothing in OPTIONAL_PIPELINE_FIELDS.items():
             value = getattr(model_config.pipeline, name)
@@ -397,6 +401,12 @@ class DiffusionModelBase(ABC):
                     f"out (this model reads {', '.join(cls.pipeline_fields)})"
                 )
         cls.latent_shape(model_config)
+        length, most = model_config.pipeline.max_sequence_length, cls.most_text_tokens
+        if length is not None and most is not None and length > most:
+            raise ValueError(
+                f"rollout.pipeline.max_sequence_length is {length}, but {model_config.architecture} reads no more than "
+                f"{most} tokens of a prompt: give that, or fewer"
+            )
 
     @classmethod
     def forward_and_sample_previous_step(

@@ -81,10 +81,16 @@ def text_encoder_classes(path: str | Path) -> dict[str, Any]:
     """Component -> class in transformers of the text encoders that model_index.json names.
 
     Raises:
-        ValueError: the installed transformers does not have one.
+        ValueError: the installed transformers does not have one, or the folder was saved without one.
     """
     transformers = importlib.import_module("transformers")
     index = read_json(Path(path) / "model_index.json")
+    absent = [name for name, kind in index.items() if name.startswith("text_encoder") and kind == [None, None]]
+    if absent:
+        raise ValueError(
+            f"model_index.json of {path} leaves out {', '.join(absent)}, without which its prompts cannot be encoded: "
+            "give the whole model"
+        )
     named = {
         name: kind[1]
         for name, kind in index.items()

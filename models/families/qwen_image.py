@@ -46,6 +46,7 @@ class QwenImage(DiffusionModelBase):
     )
 
     pipeline_fields = ("true_cfg_scale",)
+    most_text_tokens = 1024
     negative_prompt = " "
     projects_streams = True
 

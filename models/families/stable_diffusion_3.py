@@ -119,8 +119,6 @@ class StableDiffusion3(DiffusionModelBase):
 
     @classmethod
     def encode_prompts(cls, pipeline: Any, prompts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
-        if pipeline.text_encoder_3 is None:
-            raise ValueError("the model's folder holds no text_encoder_3: Stable Diffusion 3 needs its T5")
         embeds, _, pooled, _ = pipeline.encode_prompt(
             prompts, None, None, do_classifier_free_guidance=False, max_sequence_length=max_sequence_length
         )

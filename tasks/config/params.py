@@ -91,6 +91,16 @@ class RawFile(_Section):
             raise ValueError(f"{file} is not within {RAW}, where DVC would see it change")
         return file
 
+    @field_validator("columns")
+    @classmethod
+    def _one_column_a_key(cls, columns: dict[str, str] | None) -> dict[str, str] | None:
+        taken: dict[str, str] = {}
+        for column, key in (columns or {}).items():
+            if key in taken:
+                raise ValueError(f"{taken[key]} and {column} are both to be {key}: name one of them")
+            taken[key] = column
+        return columns
+
 
 class PromptsParams(_Section):
     """Stage `prompts`: raw files -> prompts.parquet of the data set."""

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from models.samples.trajectories import PromptTable
 from tasks.data.digests import check_listed, file_digests, read_index, validated, write_index
 from tasks.data.prompt_files import NEGATIVE_UID, DatasetError
-from tasks.data.prompts import _EMBEDDINGS_INDEX, EmbeddingsIndex, Prompt, prompt_uid
+from tasks.data.prompts import _EMBEDDINGS_INDEX, DIGEST, EmbeddingsIndex, Prompt, prompt_uid
 from tasks.data.shard_files import ShardFiles
 from tasks.system.files import put_in_place
 
@@ -116,10 +116,10 @@ class PromptEmbeddings(Embeddings):
 
     def has_text_of(self, prompt: Prompt) -> bool | None:
         """Was it this prompt's text that was encoded under its uid? None where the index, of an older version, does not
-        say so of uids that users give."""
+        say so of uids that users give; one that looks like a text's digest is taken for that of the text."""
         text = prompt_uid(prompt.prompt)
         if self._text_digests is None:
-            return True if prompt.uid == text else None
+            return True if prompt.uid == text else False if DIGEST.fullmatch(prompt.uid) else None
         return self._text_digests.get(prompt.uid, prompt.uid) == text
 
     def has_negative_of(self, prompt: Prompt) -> bool:

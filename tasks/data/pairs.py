@@ -216,6 +216,11 @@ def _pixels(sides: dict[str, Any], side: str, pair: Pair, where: str) -> np.ndar
         raise DatasetError(
             f"{where}: the {side} picture of pair {pair.uid!r} is damaged: {error}; replace it or leave the pair out"
         ) from error
+    if picture.has_transparency_data and np.asarray(picture.convert("RGBA"))[..., 3].min() < 255:
+        raise DatasetError(
+            f"{where}: the {side} picture of pair {pair.uid!r} is transparent in places: save it as it was looked at, "
+            "on its ground"
+        )
     if picture.mode.startswith(DEEPER):
         raise DatasetError(
             f"{where}: the {side} picture of pair {pair.uid!r} has more than 8 bits a pixel (mode {picture.mode}): "

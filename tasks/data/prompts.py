@@ -69,6 +69,10 @@ class Prompt:
         return Prompt(f"{NEGATIVE_UID}/{prompt_uid(text)}", text, None, {}, f"{self.source}: negative_prompt")
 
 
+DIGEST = re.compile("[0-9a-f]{16}")
+"""What `prompt_uid` gives: a uid of a user's that looks so is taken for one."""
+
+
 def prompt_uid(prompt: str) -> str:
     """The name of a prompt wherever it occurs: 16 hex digits of its text's BLAKE2b."""
     return blake2b(prompt.encode(), digest_size=8).hexdigest()
@@ -178,7 +182,7 @@ def _without_repeats(rows: list[PromptRow]) -> list[PromptRow]:
     kept: dict[str, list[PromptRow]] = {}
     for row in rows:
         known = kept.setdefault(row.prompt, [])
-        if not any(_content(row) == _content(other) for other in known):
+        if not any(_typed(_content(row)) == _typed(_content(other)) for other in known):
             known.append(row)
     first = {id(row) for known in kept.values() for row in known}
     return [row for row in rows if id(row) in first]
@@ -190,6 +194,13 @@ def _content(row: PromptRow) -> dict[str, Any]:
     if not isinstance(extra, dict):
         return row.fields
     return row.fields | {"extra_info": {key: value for key, value in extra.items() if key != "index"}}
+
+
+def _typed(value: Any) -> Any:
+    """With the type of each part: 1, 1.0 and true are equal in Python, and say different things in a file."""
+    if isinstance(value, dict):
+        return {key: _typed(part) for key, part in value.items()}
+    return [_typed(part) for part in value] if isinstance(value, list) else (type(value), value)
 
 
 def _check_distinct(keys: list[str], rows: list[PromptRow], what: str) -> None:
@@ -218,7 +229,7 @@ def _target(row: PromptRow, pattern: str | None) -> str | None:
     if "target" in row.fields or pattern is None:
         return row.fields.get("target")
     match = re.search(pattern, row.prompt)
-    if match is None:
+    if match is None or not match.group(1):
         raise DatasetError(f"{row.source}: prompts.target_pattern {pattern!r} does not match {row.prompt!r}")
     return match.group(1)
 

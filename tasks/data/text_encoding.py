@@ -115,13 +115,15 @@ class TextEncoding:
         Raises:
             DatasetError: there is one, and it is to be refused.
         """
-        own = {negative.uid: negative for prompt in prompts if (negative := prompt.negative) is not None}
+        texts = {prompt.prompt for prompt in prompts}  # with a negative prompt that `take` wants beside its own prompt
+        negatives = [negative for prompt in prompts if (negative := prompt.negative) is not None]
+        own = {negative.uid: negative for negative in negatives if negative.prompt not in texts}
         cut: list[CutPrompt] = []
-        for texts in filter(None, (prompts, list(own.values()))):
-            lengths = self.adapter.prompt_lengths(self._pipeline, [text.prompt for text in texts])
+        for part in filter(None, (prompts, list(own.values()))):
+            lengths = self.adapter.prompt_lengths(self._pipeline, [text.prompt for text in part])
             if too_long == "refuse":
-                check_prompt_lengths(texts, lengths, self.max_sequence_length)
-            found = zip(texts, lengths, strict=True)
+                check_prompt_lengths(part, lengths, self.max_sequence_length)
+            found = zip(part, lengths, strict=True)
             cut += [CutPrompt(text, length) for text, length in found if length > self.max_sequence_length]
         return cut
 

@@ -3,7 +3,6 @@
 
 import hashlib
 import logging
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,14 +13,13 @@ from tasks.config.tree import TrainConfig
 from tasks.data.digests import IMAGE_SIDE
 from tasks.data.embeddings import INDEX, Embeddings, PromptEmbeddings
 from tasks.data.pairs import PairDataset
-from tasks.data.prompts import Prompt, load_prompts, prompt_uid
+from tasks.data.prompts import DIGEST, Prompt, load_prompts, prompt_uid
 from tasks.rewards import check_reward
 from tasks.run.encoding_checks import check_embeddings, check_origin
 from tasks.run.live_text import open_live, text_side
 
 log = logging.getLogger(__name__)
 
-DIGEST = re.compile("[0-9a-f]{16}")
 """As `prompt_uid` makes them."""
 
 
@@ -127,8 +125,7 @@ def check_negatives(
     Raises:
         ConfigError: the row's negative prompt is another than the one that was encoded.
     """
-    rollout, adapter = config.actor_rollout_ref.rollout, DiffusionModelBase.get_class(model_config)
-    if not any(adapter.is_guided(pipeline) for pipeline in (rollout.pipeline, rollout.validation_pipeline())):
+    if not is_guided(config, model_config):
         return
     other = [prompt for prompt in prompts if not embeddings.has_negative_of(prompt)]
     if other:
@@ -137,6 +134,12 @@ def check_negatives(
             f"{other[0].prompt[:60]!r} ({len(other)} in all), which was changed later: run `dvc repro embeddings`, or "
             "bring the table back"
         )
+
+
+def is_guided(config: TrainConfig, model_config: DiffusionModelConfig) -> bool:
+    """Is the rollout guided, or the validation?"""
+    rollout, adapter = config.actor_rollout_ref.rollout, DiffusionModelBase.get_class(model_config)
+    return any(adapter.is_guided(pipeline) for pipeline in (rollout.pipeline, rollout.validation_pipeline()))
 
 
 def check_scored(config: TrainConfig, prompts: Sequence[Prompt]) -> None:

@@ -351,7 +351,7 @@ def open_measurement(
         reward = RewardGroup(config.reward, model, limit, places)
         rollout = start_rollout(config, inputs, shared)
         if encoders is not None:
-            encoders.check(inputs.test, limit)
+            encoders.check(inputs.to_encode(trains=False), limit)
         rollout.wait_ready(limit)
         versions = version_tags(reward, limit)
         tracker.log_start(config, run_tags(config, inputs, versions) | dict(tags or {}))
@@ -419,7 +419,7 @@ def _start_actors(
     trainer = _trainer(config, inputs, places)
     started = trainer.start(limit)
     if encoders is not None:
-        encoders.check(inputs.to_encode, limit)
+        encoders.check(inputs.to_encode(), limit)
     parts = None
     if rollout is not None and reward is not None:
         parts = _online_parts(config, inputs, tracker, rollout, reward)

@@ -20,13 +20,15 @@ from tasks.config.unread import told
 from tasks.data.base_weights import KnownDigests, check_recorded, weights_digest
 from tasks.data.digests import MODEL_INDEX, component_names
 from tasks.data.embeddings import Embeddings
+from tasks.data.live_embeddings import LiveEmbeddings
 from tasks.data.pairs import PairDataset
+from tasks.data.prompt_files import NEGATIVE_UID
 from tasks.data.prompts import Prompt
 from tasks.data.rewriting import get_rewriting
 from tasks.records.lineage import dvc_hashes
 from tasks.records.second_trackers import check_libraries
 from tasks.run.capacity import Needs, check_disk, measure_cost, needs, uncounted_rewards
-from tasks.run.data_checks import open_data
+from tasks.run.data_checks import is_guided, open_data
 from tasks.run.early import check_folder, check_home_signs, check_rewards, raising_config_errors
 from tasks.run.gpu_capacity import check_fits
 from tasks.run.host_check import check_host
@@ -67,10 +69,13 @@ class Inputs:
     said: dict[str, str] = field(default_factory=dict)
     kept: dict[str, int] = field(default_factory=dict)
 
-    @property
-    def to_encode(self) -> list[Prompt]:
-        """The prompts whose length is looked at before the run, where it encodes them."""
-        return self.train + self.test
+    def to_encode(self, trains: bool = True) -> list[Prompt]:
+        """The texts whose length is looked at before the run, where it encodes them: with that of all prompts that have
+        no negative prompt of their own, where something is guided."""
+        texts = [*(self.train if trains else []), *self.test]
+        if isinstance(self.embeddings, LiveEmbeddings) and is_guided(self.config, self.model_config):
+            texts += self.embeddings.prompts([NEGATIVE_UID])
+        return texts
 
     @property
     def uids(self) -> list[str]:

@@ -531,9 +531,19 @@ def test_a_run_on_texts_of_which_the_beginning_was_encoded_says_so(
         caplog.clear()  # diffusers has its own word for it
         check_inputs(offline())
         assert len(caplog.records) == warned
-    (record,) = caplog.records
-    told = r"data.embeddings data/sd3_embeddings: of \d+ texts the first 4 tokens alone were encoded \(too_long: cut\)"
-    assert re.match(told, record.getMessage())
+    (record,), cut = caplog.records, PromptEmbeddings.open("data/sd3_embeddings").cut
+    told = "the first 4 tokens alone were encoded (too_long: cut), such as that of"
+    assert record.getMessage() == f"data.embeddings data/sd3_embeddings: of {len(cut)} texts {told} {min(cut)}"
+
+
+def test_texts_that_all_were_changed_since_are_refused(copied: Path) -> None:
+    """Under the uids that their first texts gave them, as one that was."""
+    table = pd.read_parquet("data/prompts.parquet")
+    table["prompt"] += ", at night"
+    table.to_parquet("data/prompts.parquet", index=False)
+    complaint = r"has another text under the uid '\w{16}' than .*, at night' \(\d+ in all\): run `dvc repro embeddings`"
+    with pytest.raises(ConfigError, match=complaint):
+        check_inputs(offline())
 
 
 def test_data_of_an_older_version_is_taken_with_a_warning(copied: Path, caplog: pytest.LogCaptureFixture) -> None:

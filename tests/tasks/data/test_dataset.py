@@ -93,6 +93,9 @@ def test_rows_that_repeat_are_one_row_and_the_others_are_counted(tmp_path):
     assert found.attrs["repeated"] == 4
     found.to_parquet(tmp_path / "t.parquet")
     assert len(load_prompts(tmp_path / "t.parquet")) == 2
+    for number in ("1.0", "true"):  # equal to 1 in Python
+        with pytest.raises(DatasetError, match="already stands at"):
+            table(written(tmp_path / "typed.jsonl", GENEVAL.replace("2", "1"), GENEVAL.replace("2", number)))
     lines = table(written(tmp_path / "p.txt", "one", "two", "one"))
     assert (lines["prompt"].tolist(), lines.attrs["repeated"]) == (["one", "two"], 1)
     counted = GENEVAL.replace('"count": 2', '"count": 3')
@@ -229,6 +232,9 @@ def test_other_complaints(tmp_path):
     two = written(tmp_path / "two.txt", "number 1", "no digits")
     with pytest.raises(DatasetError, match=r"two.txt:2: prompts.target_pattern .* does not match 'no digits'"):
         table(two, pattern=r"(\d+)")
+    for pattern in (r"number( \d)?", r"number ([a-z]*)"):
+        with pytest.raises(DatasetError, match=r"bare.txt:1: prompts.target_pattern .* does not match 'a number'"):
+            table(written(tmp_path / "bare.txt", "a number"), pattern=pattern)
     with pytest.raises(DatasetError, match="n_test=2 and n_train=1 ask for more than the 2 prompts"):
         table(two, n_test=2, n_train=1)
     with pytest.raises(DatasetError, match=r"two.txt:1: the prompt 'number 1' already stands at .*numbers.jsonl:1"):

@@ -29,7 +29,7 @@ from tasks.data.embeddings import PromptEmbeddings, Row
 from tasks.data.live_embeddings import LiveEmbeddings
 from tasks.data.prompts import Prompt, load_prompts, prompt_uid
 from tasks.data.rewriting import get_rewriting, prompts_number, rewritten
-from tasks.data.text_encoding import EncodingSettings
+from tasks.data.text_encoding import EncodingSettings, adapter_of
 from tasks.records.run_store import CheckpointError, RunState
 from tasks.run.kept_stages import KeptStages
 from tasks.run.live_text import encoding_settings
@@ -409,6 +409,43 @@ def test_a_folder_without_text_encoders_is_refused(here: Path, tmp_path: Path) -
     changes = {"actor_rollout_ref": {"model": {"path": str(lacking)}}}
     with pytest.raises(ConfigError, match="names no text encoder: give the whole model, or embeddings on disk"):
         check_inputs(live().with_changes(changes))
+    lacking = lacking.rename(tmp_path / "a third")
+    (lacking / "model_index.json").write_text(json.dumps(index | {"text_encoder_2": [None, None]}))
+    changes = {"actor_rollout_ref": {"model": {"path": str(lacking)}}}
+    with pytest.raises(
+        ConfigError, match="leaves out text_encoder_2, without which its prompts cannot be encoded: give"
+    ):
+        check_inputs(live().with_changes(changes))
+
+
+@pytest.mark.usefixtures("here")
+def test_more_tokens_than_the_pipeline_reads_are_refused() -> None:
+    """Qwen-Image's cuts at 1,024 whatever it is told, and says nothing."""
+    longest = live().with_changes({"actor_rollout_ref": {"rollout": {"pipeline": {"max_sequence_length": 1024}}}})
+    longer = live().with_changes({"actor_rollout_ref": {"rollout": {"pipeline": {"max_sequence_length": 1025}}}})
+    check_inputs(longest)
+    if adapter_of("model")[0].most_text_tokens is None:
+        check_inputs(longer)
+        return
+    with pytest.raises(
+        ConfigError, match=r"max_sequence_length is 1025, but QwenImagePipeline reads no more than 1024"
+    ):
+        check_inputs(longer)
+
+
+@pytest.mark.usefixtures("here")
+def test_what_guidance_contrasts_with_is_looked_at_before_the_run() -> None:
+    """With the prompts that the run encodes; not where nothing is guided."""
+    field = adapter_of("model")[0].pipeline_fields[0]
+    for scale in (1.0, 4.0):
+        config = live(text_encoder={"negative_prompt": "blurry"}).with_changes(
+            {"actor_rollout_ref": {"rollout": {"pipeline": {field: scale}}}}
+        )
+        inputs = check_inputs(config)
+        for trains, prompts in ((True, inputs.train + inputs.test), (False, inputs.test)):
+            found = inputs.to_encode(trains)
+            assert found[: len(prompts)] == prompts
+            assert [prompt.prompt for prompt in found[len(prompts) :]] == ["blurry"] * (scale > 1)
 
 
 @pytest.mark.usefixtures("here")

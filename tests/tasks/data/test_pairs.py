@@ -158,6 +158,24 @@ def test_a_picture_of_more_than_8_bits_is_refused(tmp_path: Path) -> None:
         write_pairs(read_pictures(table(tmp_path, rows)), shades, tmp_path / "pairs", shard_size=2, model_digest="")
 
 
+def test_a_picture_that_is_transparent_is_refused(tmp_path: Path) -> None:
+    """What is below shows where nobody saw it; one with an opaque fourth channel is as it looks."""
+    first, second = rows_of("a")
+    pixels = np.full((4, 6, 4), 255, np.uint8)
+    for alpha in (255, 0):
+        pixels[0, 0, 3] = alpha
+        stream = io.BytesIO()
+        Image.fromarray(pixels).save(stream, format="PNG")
+        pictures = read_pictures(table(tmp_path, [(*first[:2], stream.getvalue(), *first[3:]), second]))
+        if alpha:
+            write_pairs(pictures, shades, tmp_path / "pairs", shard_size=2, model_digest="")
+            continue
+        with pytest.raises(
+            DatasetError, match=r"picture of pair .* is transparent in places: save it as it was looked"
+        ):
+            write_pairs(pictures, shades, tmp_path / "pairs", shard_size=2, model_digest="")
+
+
 def test_a_prompt_is_the_prompt_tables_whatever_blanks_are_around_it(tmp_path: Path) -> None:
     (pair, _), *_ = read_pictures(table(tmp_path, rows_of("a", " hello \n")))
     assert pair.prompt_uid == prompt_uid("hello")

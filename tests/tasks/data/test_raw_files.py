@@ -172,6 +172,8 @@ def test_a_saved_folder_is_read_with_its_columns_renamed(tmp_path: Path) -> None
         table(raw(folder, columns={"text": "prompt"}))
     with pytest.raises(DatasetError, match="cups:1: the prompt must be a text"):
         table(raw(folder))
+    with pytest.raises(ValueError, match="caption and word are both to be prompt: name one of them"):
+        RawFile(file="data/raw/cups", columns={"caption": "prompt", "word": "prompt"})
 
 
 def captions_beside_what_cannot_be_read() -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,31 @@ def test_the_runs_own_text_encoders_cut_alike() -> None:
         assert all(torch.equal(own[name], theirs[name]) for name in theirs)
     assert encoder.first_cut() == encoder.check(prompts), "what its first call cut"
     assert f"{SAID}: 3 (" in encoder.check(prompts), "with the negative prompt of a prompt's own"
+    assert "more" not in encoder.check(prompts)
     assert encoder.check([prompt for prompt in prompts if prompt.prompt == SHORT]) == ""
+
+
+@pytest.mark.usefixtures("here")
+def test_a_text_of_just_as_many_tokens_as_there_may_be_is_whole() -> None:
+    (prompt,) = [prompt for prompt in load_prompts("data/prompts.parquet") if prompt.prompt == SHORT]
+    encoding = TextEncoding("model", SETTINGS)
+    (length,) = encoding.adapter.prompt_lengths(encoding._pipeline, [SHORT])
+    for most, cut in ((length, []), (length - 1, [SHORT])):
+        shorter = TextEncoding("model", replace(SETTINGS, max_sequence_length=most))
+        assert [found.prompt.prompt for found in shorter.check_lengths([prompt], "cut")] == cut
+
+
+@pytest.mark.usefixtures("here")
+def test_each_text_that_is_cut_is_told_once() -> None:
+    """A negative prompt that two prompts share, that is the data set's, or that comes beside its own prompt."""
+    (prompt,) = [prompt for prompt in load_prompts("data/prompts.parquet") if prompt.prompt == SHORT]
+    first, second = (
+        replace(prompt, uid=uid, prompt=f"{SHORT} {uid}", metadata={"negative_prompt": OWN_NEGATIVE}) for uid in "ab"
+    )
+    encoding, own = TextEncoding("model", SETTINGS), first.negative
+    assert own is not None
+    for texts in ([first], [first, second], [first, own], [first, replace(own, uid=NEGATIVE_UID)]):
+        assert [found.prompt.prompt for found in encoding.check_lengths(texts, "cut")] == [OWN_NEGATIVE]
 
 
 def test_the_stage_says_what_it_cut_and_the_index_names_it(made: tuple[Path, str], here: Path) -> None:
@@ -160,6 +185,10 @@ def test_without_the_setting_they_are_refused(tmp_path: Path) -> None:
     assert not Path(out).exists()
     with pytest.raises(DatasetError, match="set too_long to cut"):
         TextEncoder("model", SETTINGS, 1, sleeps=False).encode(load_prompts("data/prompts.parquet"))
+    (short,) = [prompt for prompt in load_prompts("data/prompts.parquet") if prompt.prompt == SHORT]
+    own = replace(short, metadata={"negative_prompt": OWN_NEGATIVE})
+    with pytest.raises(DatasetError, match=r"negative_prompt: the prompt has \d+ tokens .* set too_long to cut"):
+        TextEncoder("model", SETTINGS, 1, sleeps=False).encode([own])
 
 
 @pytest.mark.usefixtures("here")
