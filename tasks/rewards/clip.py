@@ -74,7 +74,16 @@ class HumanPreferenceScore(ClipReward):
 
 @register_reward("pickscore")
 class PickScore(ClipReward):
-    """Cosine times the model's own logit scale (PickScore, arXiv 2305.01569), divided by `divide_by`."""
+    """Cosine times the model's own logit scale (PickScore, arXiv 2305.01569), divided by `divide_by`.
+
+    The scale is of the power that the files hold: rounded to bfloat16, PickScore_v1's 100 would be 98.9.
+    """
+
+    kept_in_fp32 = ("logit_scale",)
+
+    def arithmetic(self, dtype: str) -> str:
+        """That of the scale, too."""
+        return dtype if dtype == "float32" else f"{super().arithmetic(dtype)} scale=float32"
 
     def __init__(
         self,

@@ -54,6 +54,8 @@ class PretrainedReward(Reward):
     architecture: str
     unused: ClassVar[tuple[str, ...]] = ()
     """What the names of weights begin with that no score depends on: the files may lack them."""
+    kept_in_fp32: ClassVar[tuple[str, ...]] = ()
+    """Names of weights that stay as the files have them, whatever the forward's number format is."""
     revisions: ClassVar[Mapping[str, str]] = REVISIONS
 
     def __init__(
@@ -87,8 +89,11 @@ class PretrainedReward(Reward):
         number_format = _number_format(self.name, dtype)
         torch.set_num_threads(threads)
         self.device = device
+        kind = getattr(transformers, self.architecture)
+        if self.kept_in_fp32:
+            kind = type(kind.__name__, (kind,), {"_keep_in_fp32_modules_strict": set(self.kept_in_fp32)})
         with self._refusing(model):
-            network, found = getattr(transformers, self.architecture).from_pretrained(
+            network, found = kind.from_pretrained(
                 model, revision=revision, dtype=number_format, output_loading_info=True
             )
         self._check_whole(model, network, found)

@@ -43,7 +43,7 @@ def save_clip(folder: Path) -> Path:
     text |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
     vision = SMALL | {"image_size": 24, "patch_size": 8}
     torch.manual_seed(0)
-    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16, logit_scale_init_value=2.0))
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16, logit_scale_init_value=2.3))
     for parameter in model.vision_model.parameters():  # as drawn, they are too small for a picture to make a difference
         parameter.data *= 8 if parameter.ndim > 1 else 1
     model.save_pretrained(folder)

@@ -291,11 +291,11 @@ def test_a_bfloat16_clip_has_a_float32_cosine(clip: Path) -> None:
         images = reward.model.get_image_features(reward.pixels(IMAGES)).pooler_output
         inputs, rows = reward.tokens(PROMPTS)
         texts = reward.model.get_text_features(**inputs).pooler_output[rows]
-        scale = reward.model.logit_scale.double().exp()
+    scale = CLIPModel.from_pretrained(clip).logit_scale.double().exp().item()
     assert images.dtype == torch.bfloat16
     expected = scale * torch.cosine_similarity(images.double(), texts.double())
     assert reward(IMAGES, PROMPTS).scores == pytest.approx(expected.numpy(), rel=1e-5)
-    assert " bfloat16 cosine=float32 " in reward.version
+    assert " bfloat16 cosine=float32 scale=float32 " in reward.version
     assert " float32 transformers" in get_reward("pickscore", model=str(clip), processor=None).version
 
 
