@@ -217,7 +217,7 @@ class RewardPool:
         if any(isinstance(answer, RewardError) for answer in answers):
             return None
         first = start - covering[0].start
-        return np.concatenate([answer.scores for answer in answers])[first : first + stop - start].astype(np.float32)
+        return np.concatenate([answer.scores for answer in answers])[first : first + stop - start]
 
     def collect(
         self, calls: Sequence[PendingCall], samples: int, max_missing_fraction: float

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An update whose batches come one after the other is the update of all of them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,48 @@ def test_it_gives_the_same_weights_and_metrics(one_block_model: Path, batches: l
         assert set(LOG_PROB_DISTANCES) <= {*metrics} or given[0] is batches[2]
         for found, wanted in zip(moved(engine), moved(whole), strict=True):
             assert largest_difference(found, wanted) == 0.0
+
+
+def test_the_rate_is_that_of_each_step_before_it(one_block_model: Path, batches: list[ActorBatch]) -> None:
+    """A quarter, then half of 1e-2: the warm-up goes on with the steps, early or not, and not with those left out."""
+    for early in (0, 1, 2):
+        engine = engine_of(one_block_model)
+        given = [batches[0], batches[2], batches[1]]
+        for batch in given[:early]:
+            engine.step_early(batch)
+        assert engine.update_policy(given[early:])["lr"] == pytest.approx((0.25e-2 + 0.5e-2) / 2)
+        assert engine.update_policy(batches[:1])["lr"] == pytest.approx(0.75e-2)
+
+
+def test_a_first_step_that_is_left_out_stays_the_first(one_block_model: Path, batches: list[ActorBatch]) -> None:
+    """Six samples of three steps each; the second step has one sample fewer, and its distances are not the first's."""
+    for early in (0, 1, 2):
+        engine = engine_of(one_block_model)
+        given = [batches[2], batches[1]]
+        for batch in given[:early]:
+            engine.step_early(batch)
+        metrics = engine.update_policy(given[early:])
+        assert (metrics["first_sample_steps"], metrics["sample_steps"]) == (18, 33)
+        assert (metrics["nonfinite_steps"], metrics["nonfinite_sample_steps"]) == (1, 18)
+        assert not {*LOG_PROB_DISTANCES} & {*metrics}
+
+
+def test_timesteps_that_the_schedule_lacks_are_refused_before_anything_is_trained(
+    one_block_model: Path, batches: list[ActorBatch]
+) -> None:
+    """Here of the last micro-batch alone: neither a step that came before it nor a gradient stays."""
+    engine, whole = engine_of(one_block_model), engine_of(one_block_model)
+    trajectories, advantages = batches[0].parts[0]
+    timesteps = trajectories.timesteps.clone()
+    timesteps[4:] += 1
+    lacking = batch_of(replace(trajectories, timesteps=timesteps), advantages)
+    message = r"timestep 1001\.0 is not in this scheduler's schedule"
+    with pytest.raises(ValueError, match=message):
+        engine.step_early(lacking)
+    assert engine.update_policy(batches[:1]) == whole.update_policy(batches[:1])
+    with pytest.raises(ValueError, match=message):
+        engine.update_policy([batches[0], lacking])
+    assert largest_difference(all_parameters(engine), all_parameters(whole)) == 0.0
 
 
 def test_a_mini_batch_without_a_sample_makes_no_step(one_block_model: Path, batches: list[ActorBatch]) -> None:

@@ -101,7 +101,8 @@ def test_what_is_handed_out_is_scored_before_the_next_batch_is(cluster: None) ->
 
 
 def test_the_first_samples_rewards_are_there_before_the_others_are_scored(cluster: None, tmp_path: Path) -> None:
-    """Also where a call covers the end of one batch and the beginning of the next, and with a guard that comes late."""
+    """Also where a call covers the end of one batch and the beginning of the next, and the one after that comes late,
+    and with it a guard."""
     released = tmp_path / "released"
 
     @ray.remote(num_cpus=0)
@@ -112,7 +113,7 @@ def test_the_first_samples_rewards_are_there_before_the_others_are_scored(cluste
     for size in (2, 3):
         released.unlink(missing_ok=True)
         shards = batches(3, not_finite=(1,))
-        shards[3] = replace(shards[3], pictures=sampled_late.remote(shards[3].pictures))
+        shards[2] = replace(shards[2], pictures=sampled_late.remote(shards[2].pictures))
         late = {"reward": f"{MODULE}:brightness", "guard": True, "batch_size": 12}
         settings = config(brightness={"batch_size": size}, latent_size={"weight": 0.5}, late=late)
         group = RewardGroup(settings)
@@ -146,15 +147,53 @@ def test_where_a_score_cannot_be_got_early_the_table_says_why(cluster: None) -> 
 
 
 def test_what_is_missing_of_a_sample_that_is_left_out_anyway_is_not_waited_for(cluster: None) -> None:
-    """An optional reward cannot be had of a picture that is not finite, and speaks for no other sample."""
-    functions = {"brightness": {}, "nan_for_dark": {"retries": 0, "required": False}}
-    group, shards = RewardGroup(config(max_missing_fraction=0.3, **functions)), batches(3, not_finite=(0,))
+    """An optional reward cannot be had of a picture that is not finite, and speaks for no other sample; nor, where all
+    are optional, does its group's mean speak for it."""
+    optional = {"nan_for_dark": {"retries": 0, "required": False}}
+    for functions in ({"brightness": {}} | optional, optional):
+        group, shards = RewardGroup(config(max_missing_fraction=0.3, **functions)), batches(3, not_finite=(0,))
+        pending = group.submit(shards, training=True)
+        early = group.early_rewards(shards[:1], pending, 0)
+        whole = group.table(shards, pending)
+        assert early is not None
+        np.testing.assert_array_equal(early[0], whole.rewards[:3])
+        assert np.isnan(early[0]).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "told"),
+    [
+        ("dies_once", RewardFailure, "its error: its worker died once"),
+        ("misused", RewardError, "misused: the prompts have no target"),
+    ],
+)
+def test_a_reward_that_dies_or_is_misused_ends_the_run_by_the_table(
+    cluster: None, tmp_path: Path, name: str, kind: type[Exception], told: str
+) -> None:
+    """And not where its first scores are asked for."""
+    entry = {"options": {"folder": str(tmp_path)}, "retries": 0, "batch_size": 12}
+    group, shards = RewardGroup(config(**{name: entry})), batches(3)
     pending = group.submit(shards, training=True)
+    assert group.early_rewards(shards[:1], pending, 0) is None
+    with pytest.raises(kind, match=told):
+        group.table(shards, pending)
+
+
+def test_what_a_call_that_was_made_again_has_answered_is_kept(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where its worker's machine was lost: whoever waits for the call next does not have it made a third time."""
+    monkeypatch.setattr(machines, "lost_machines", lambda: {"lost": "its machine"})
+    entry = {"options": {"folder": str(tmp_path)}, "retries": 0, "batch_size": 12}
+    group, shards = RewardGroup(config(dies_once=entry)), batches(3)
+    pending = group.submit(shards, training=True)
+    calls: Any = pending.calls["dies_once"]
+    calls[0] = replace(calls[0], machine="lost")
     early = group.early_rewards(shards[:1], pending, 0)
-    whole = group.table(shards, pending)
     assert early is not None
-    np.testing.assert_array_equal(early[0], whole.rewards[:3])
-    assert np.isnan(early[0]).tolist() == [True, False, False]
+    assert early[0].tolist() == LEVELS[:3]
+    assert group.table(shards, pending).rewards.tolist() == LEVELS
+    assert len((tmp_path / "calls").read_text()) == 2
 
 
 def test_calls_are_cut_across_rollout_batches_and_change_no_score(cluster: None) -> None:

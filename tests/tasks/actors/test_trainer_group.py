@@ -5,7 +5,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,9 +23,10 @@ from models.weights.buckets import from_host
 from models.weights.canary import Canary
 from tasks.actors.actor_group import ActorGroup
 from tasks.actors.cluster import WorkerNeeds, ray_cluster
-from tasks.actors.messages import BUSY_SECONDS, BothLogProbs, OldBatch, Rescored
+from tasks.actors.messages import BUSY_SECONDS, BothLogProbs, OldBatch, RankMiniBatch, Rescored
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.trainer_group import TrainerGroup
+from tasks.actors.update_plan import OldScores
 from tasks.config.trainer import RayConfig, TrainerConfig
 from tasks.data.prompts import Prompt
 from tasks.records.run_store import CheckpointStore, RunState
@@ -99,6 +100,14 @@ def batch(trajectories: Trajectories) -> PendingBatch:
     return PendingBatch(prompts, trajectories.keys, (5, 0), ray.put(trajectories), None, None, done, done, 0)
 
 
+def numbered(count: int) -> list[PendingBatch]:
+    """So many batches of two samples, each of which has its number in place of trajectories."""
+    prompts = (Prompt("prompt", "0", None, {}, ""),) * 2
+    keys = tuple(NoiseKey(0, 1, "prompt", index) for index in range(2))
+    done, numbers = ray.put(0.0), [torch.full((2, 1), float(number)) for number in range(count)]
+    return [PendingBatch(prompts, keys, (5, 0), ray.put(number), None, None, done, done, 0) for number in numbers]
+
+
 def scores(group: TrainerGroup, batches: list[PendingBatch]) -> tuple[list[OldBatch], list[torch.Tensor]]:
     return group.old_log_probs(group.begin_old_log_probs(batches))
 
@@ -147,21 +156,23 @@ def test_other_engines_train_through_the_same_actor(
 def test_steps_that_are_taken_early_are_the_updates_own(
     groups: dict[str, TrainerGroup], trajectories: Trajectories, tmp_path: Path
 ) -> None:
-    """The first of two mini-batches before the second is there, and one in which nothing can be learnt: none of it."""
+    """The first of two mini-batches before the second is there, and one in which nothing can be learnt: none of it.
+    With the rollout's log-probs, or with others."""
     given, advantages = [batch(trajectories)] * 2, np.concatenate([ADVANTAGES, -ADVANTAGES])
     assert {name: group.steps_early for name, group in groups.items()} == {
         "fsdp2": True,
         "other": False,
         "shared": True,
     }
-    for name in ("fsdp2", "shared"):
-        group = groups[name]
+    others = [OldBatch(trajectories.log_probs + 0.1, None, ray.put(None))] * 2
+    for name, old in (("fsdp2", OldScores(others, {})), ("shared", None)):
+        group, first = groups[name], old and OldScores(others[:1], {})
         group.save(tmp_path)
-        expected, wanted = group.update(given, advantages, None), weights_of(group)
+        expected, wanted = group.update(given, advantages, old), weights_of(group)
         group.load(tmp_path)
-        assert group.step_early(given[:1], np.full(4, np.nan, np.float32), None) == 0
-        assert group.step_early(given[:1], advantages[:4], None) == 1
-        metrics, found = group.update(given[1:], advantages[4:], None), weights_of(group)
+        assert group.step_early(given[:1], np.full(4, np.nan, np.float32), first) == 0
+        assert group.step_early(given[:1], advantages[:4], first) == 1
+        metrics, found = group.update(given[1:], advantages[4:], first), weights_of(group)
         assert largest_difference(found[0], wanted[0]) == 0.0
         torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=0)
         assert metrics.pop(BUSY_SECONDS) > 0
@@ -211,17 +222,40 @@ def test_old_log_probs_come_back_in_the_order_of_the_batches(cluster: None, shar
     group = TrainerGroup.__new__(TrainerGroup)  # without its own ranks
     group.actor_config, group.sharing = actor_config(), sharing
     group.group = ActorGroup(Scorer, 2 * sharing, 0.0)
-    numbers = [torch.full((2, 1), float(number)) for number in range(4)]
-    prompts = (Prompt("prompt", "0", None, {}, ""),) * 2
-    keys = tuple(NoiseKey(0, 1, "prompt", index) for index in range(2))
-    done = ray.put(0.0)
-    batches = [PendingBatch(prompts, keys, (5, 0), ray.put(number), None, None, done, done, 0) for number in numbers]
-    old, rollout = scores(group, batches)
+    old, rollout = scores(group, numbered(4))
     assert [found.log_probs[0, 0].item() for found in old] == [0, 1, 2, 3]
     assert [found[0, 0].item() for found in rollout] == [0, -1, -2, -3]
     assert [found[0, 0].item() for found in ray.get([one.means for one in old])] == [0, 1, 2, 3]
     scored = ray.get([actor.__ray_call__.remote(lambda scorer: scorer.scored) for actor in group.group.actors])
     assert scored == [[0, 2]] * sharing + [[1, 3]] * sharing, "those that share a sequence score the same batches"
+    for actor in group.group.actors:
+        ray.kill(actor)
+
+
+@pytest.mark.parametrize("sharing", [1, 2])
+def test_each_rank_takes_its_own_share_into_every_step(cluster: None, sharing: int) -> None:
+    """Of the mini-batches in their order, whether early or not, on two ranks, or on two pairs of ranks that share."""
+
+    class Learner:  # stands for a rank: a batch's number is its advantage
+        def __init__(self) -> None:
+            self.learnt: list[list[float]] = []
+
+        def step_early(self, step: RankMiniBatch) -> None:
+            self.learnt.append([float(part.advantages[0]) for part in step.parts])
+
+        def update(self, steps: Sequence[RankMiniBatch], epochs: int) -> dict[str, float]:
+            for step in steps:
+                self.step_early(step)
+            return {"epochs": epochs}
+
+    group = TrainerGroup.__new__(TrainerGroup)  # without its own ranks
+    group.actor_config, group.sharing, group.mini_batch_samples = actor_config(), sharing, 4
+    group.group, group._early = ActorGroup(Learner, 2 * sharing, 0.0), []
+    batches, advantages = numbered(6), np.repeat(np.arange(6, dtype=np.float32), 2)
+    assert group.step_early(batches[:4], advantages[:8], None) == 2
+    assert group.update(batches[4:], advantages[8:], None) == {"epochs": 1}
+    learnt = ray.get([actor.__ray_call__.remote(lambda learner: learner.learnt) for actor in group.group.actors])
+    assert learnt == [[[0], [2], [4]]] * sharing + [[[1], [3], [5]]] * sharing
     for actor in group.group.actors:
         ray.kill(actor)
 

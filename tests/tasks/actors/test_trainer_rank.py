@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a trainer rank makes of a batch that it is given, and which of its weights leave it. Without Ray."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,8 @@ from models.samples.trajectories import Trajectories
 from models.weights.buckets import from_host
 from models.weights.canary import Canary
 from models.weights.digests import DigestBook
-from tasks.actors.messages import OldBatch, RankBatch, SampleMismatch
+from tasks.actors import trainer_rank
+from tasks.actors.messages import BUSY_SECONDS, OldBatch, RankBatch, RankMiniBatch, SampleMismatch
 from tasks.actors.trainer_rank import TrainerRank, part_of
 from tasks.actors.weight_transport import Route
 from tasks.config.trainer import TrainerConfig
@@ -49,6 +52,36 @@ def test_advantages_of_other_samples_are_refused() -> None:
     samples: Any = trajectories()
     with pytest.raises(SampleMismatch, match=r"its advantages belong to .*: nothing was trained"):
         part_of(RankBatch(samples, samples.keys[::-1], ADVANTAGES, None))
+
+
+class Timed:
+    """Stands for an engine, and for the clock: steps take 2 and then 3 seconds, the rest of an update 4."""
+
+    def __init__(self) -> None:
+        self.now, self.steps = 7.0, [2.0, 3.0]
+
+    def step_early(self, batch: object) -> None:
+        """The next of the steps."""
+        self.now += self.steps.pop(0)
+
+    def update_policy(self, batches: Sequence[object], epochs: int) -> dict[str, float]:
+        """Its only metric."""
+        self.now += 4.0
+        return {"pg_loss": 0.5}
+
+
+def test_an_update_was_as_long_as_all_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were taken before it among them, and not those of the update before."""
+    engine: Any = Timed()
+    monkeypatch.setattr(trainer_rank, "time", SimpleNamespace(perf_counter=lambda: engine.now))
+    model: Any = None
+    made = TrainerRank(model, actor_config(), ForwardProcessConfig(), TrainerConfig())
+    made.engine = engine
+    for _ in range(2):
+        made.step_early(RankMiniBatch((), 1.0))
+        engine.now += 10.0  # of another mini-batch the scores are waited for
+    assert made.update([], 1) == {"pg_loss": 0.5, BUSY_SECONDS: 2.0 + 3.0 + 4.0}
+    assert made.update([], 1) == {"pg_loss": 0.5, BUSY_SECONDS: 4.0}
 
 
 @pytest.fixture

@@ -194,7 +194,8 @@ def test_an_iterations_metrics_are_of_what_it_trained_on_and_of_all_its_devices(
     batches: Any = [SimpleNamespace(keys=range(8), text=(9, 8)), SimpleNamespace(keys=range(4), text=(7, 8))]
     shapes, group = [Batch(8, 9, 8), Batch(4, 7, 8)], cast(Any, [None, None])
     measured = {"actor/sample_steps": 6.0, "actor/recorded_steps": 2.0, "perf/rollout_busy_s": 6.0}
-    found = Utilisation(config, flops, group, group).metrics(batches, measured, {"update_actor": 2.0})
+    utilisation, seconds = Utilisation(config, flops, group, group), {"update_actor": 2.0}
+    found = utilisation.metrics(batches, measured, seconds)
     trained = 6.0 * data_ranks
     work = (shapes, trained, 0.0, trained)  # the KL's reference sees what is trained on, older weights nothing
     needed = flops.update(*work, recorded=2.0 * data_ranks) / (2.0 * ranks) / 1e12
@@ -203,6 +204,12 @@ def test_an_iterations_metrics_are_of_what_it_trained_on_and_of_all_its_devices(
     expected = {"tflops/update": needed, "tflops/rollout": sampled, "mfu/update": needed / 0.5}
     expected |= {"mfu/rollout": sampled / 0.5, "hfu/update": done / 0.5}
     assert found == pytest.approx({f"perf/{name}": value for name, value in expected.items()})
+    # Of steps that began before all was scored the last ones alone are waited for: then what the ranks spent counts.
+    measured |= {"perf/update_busy_s": 4.0}
+    for early, share in ((0.0, 1.0), (1.0, 0.5)):
+        longer = utilisation.metrics(batches, measured | {"perf/early_steps": early}, seconds)
+        changed = {name: value * (1.0 if name.endswith("/rollout") else share) for name, value in found.items()}
+        assert longer == pytest.approx(changed)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

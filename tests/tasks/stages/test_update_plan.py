@@ -9,7 +9,7 @@ import ray
 import torch
 
 from models.schedulers.noise_keys import NoiseKey
-from tasks.actors.messages import OldBatch, RankMiniBatch
+from tasks.actors.messages import BUSY_SECONDS, OldBatch, RankMiniBatch
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.trainer_group import check_plans
 from tasks.actors.update_plan import NothingToLearn, OldScores, over_ranks, plan_updates
@@ -131,7 +131,7 @@ def test_samples_of_steps_that_were_left_out_weigh_nothing() -> None:
 
 OF_RANKS = (
     *("lr", "grad_norm", "optimizer_steps", "recorded_steps", "nonfinite_steps"),
-    *("nonfinite_sample_steps", "first_sample_steps"),
+    *("nonfinite_sample_steps", "first_sample_steps", BUSY_SECONDS),
 )
 
 
@@ -154,12 +154,13 @@ class PortedTrainer:
     """Answers with the metrics of a loss from a code that writes the prefix itself, and of one that does not."""
 
     def update(self, *_: object) -> dict[str, float]:
-        return {"actor/ppo_kl": 0.25, "pg_loss": 0.5, "logprob_abs_diff/mean": 0.125}
+        return {"actor/ppo_kl": 0.25, "pg_loss": 0.5, "logprob_abs_diff/mean": 0.125, BUSY_SECONDS: 1.5}
 
 
 def test_a_loss_may_write_the_actors_prefix_itself() -> None:
     found = update.fn(Stopwatch(), PortedTrainer(), [], np.zeros(1))  # type: ignore[arg-type]
-    assert found == {"actor/ppo_kl": 0.25, "actor/pg_loss": 0.5, "rollout_corr/logprob_abs_diff_mean": 0.125}
+    named = {"actor/ppo_kl": 0.25, "actor/pg_loss": 0.5, "perf/update_busy_s": 1.5}
+    assert found == named | {"rollout_corr/logprob_abs_diff_mean": 0.125}
     # Where the trainer's own scores are the old ones, the update's distances are from those, and tell of no rollout.
     own = OldScores([], {"rollout_corr/logprob_abs_diff_mean": 0.5})
     with_own = update.fn(Stopwatch(), PortedTrainer(), [], np.zeros(1), own)  # type: ignore[arg-type]
