@@ -36,7 +36,7 @@ from tasks.data.pairs import common_size, read_pictures, write_pairs
 from tasks.data.preferences import check_encoded, sampled_preferences
 from tasks.data.prompt_files import NEGATIVE_UID
 from tasks.data.prompts import Prompt, build_prompt_table, load_prompts
-from tasks.data.text_encoding import TextEncoding, adapter_of, check_adapter_file, told_of_cut
+from tasks.data.text_encoding import TextEncoding, adapter_of, check_adapter_file, told_of_cut, uids_of_cut
 from tasks.rewards import get_reward
 from tasks.run.early import check_folder
 from tasks.system.files import put_in_place
@@ -135,7 +135,7 @@ def embeddings(
         max_sequence_length=params.max_sequence_length,
         model=folder.as_posix(),
         model_digest=_digest(folder, TEXT_SIDE),
-        cut={prompt.uid for prompt, _ in cut},
+        cut=uids_of_cut(cut, chosen),
     )
     typer.echo(f"{out}: {len(chosen)} prompts and the negative prompt")
 

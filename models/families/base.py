@@ -401,11 +401,17 @@ class DiffusionModelBase(ABC):
                     f"out (this model reads {', '.join(cls.pipeline_fields)})"
                 )
         cls.latent_shape(model_config)
-        length, most = model_config.pipeline.max_sequence_length, cls.most_text_tokens
-        if length is not None and most is not None and length > most:
+        length = model_config.pipeline.max_sequence_length
+        if length is not None:
+            cls.check_text_length(length, "rollout.pipeline.max_sequence_length")
+
+    @classmethod
+    def check_text_length(cls, tokens: int, field: str) -> None:
+        """Raise ValueError where the family's pipeline reads fewer tokens of a text than `field` gives it."""
+        if cls.most_text_tokens is not None and tokens > cls.most_text_tokens:
             raise ValueError(
-                f"rollout.pipeline.max_sequence_length is {length}, but {model_config.architecture} reads no more than "
-                f"{most} tokens of a prompt: give that, or fewer"
+                f"{field} is {tokens}, but {cls.__name__}'s pipeline reads no more than {cls.most_text_tokens} tokens "
+                "of a prompt: give that, or fewer"
             )
 
     @classmethod

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+COUNTS = ".num_batches_tracked"
+"""Of batch norms, which only training reads: files may lack it."""
+
 
 def load_whole(kind: Any, path: str | Path, component: str, dtype: torch.dtype) -> nn.Module:
     """A component by its class in diffusers or transformers.
@@ -32,7 +35,7 @@ def load_whole(kind: Any, path: str | Path, component: str, dtype: torch.dtype) 
 def lacking(module: nn.Module, found: Mapping[str, Any]) -> set[str]:
     """Names of the weights that a module's files lack, by the `output_loading_info` of either library."""
     tied = getattr(module, "all_tied_weights_keys", None) or {}  # transformers': read under another name
-    return {*found["missing_keys"]} - {*tied}
+    return {name for name in found["missing_keys"] if name not in tied and not name.endswith(COUNTS)}
 
 
 def load_network(path: str | Path, component: str, dtype: torch.dtype, built_by: str | None = None) -> nn.Module:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from models.families.loading import lacking, read_json, text_encoder_classes
+from models.families.loading import COUNTS, lacking, read_json, text_encoder_classes
 from models.weights.stored import read_shapes
 
 CONFIG = "config.json"
@@ -55,7 +55,9 @@ def check_network(path: str | Path, component: str, given: str, built_by: str | 
     module._fix_state_dict_keys_on_load(stored)  # names of old files, as diffusers does when it loads them
     wanted = {name: list(weight.shape) for name, weight in module.state_dict().items()}
     different: dict[str, Difference] = {
-        name: (stored.get(name), shape) for name, shape in wanted.items() if stored.get(name) != shape
+        name: (stored.get(name), shape)
+        for name, shape in wanted.items()
+        if stored.get(name) != shape and not (name not in stored and name.endswith(COUNTS))
     }
     _check_none(different, f"{given}, whose {component} does not fit {component if built_by is None else built_by}")
 

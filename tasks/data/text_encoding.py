@@ -75,6 +75,13 @@ def told_of_cut(cut: Sequence[CutPrompt], max_sequence_length: int) -> str:
     )
 
 
+def uids_of_cut(cut: Sequence[CutPrompt], prompts: Sequence[Prompt]) -> set[str]:
+    """Under which uids a text is stored that is cut: also that of a negative prompt with the text of a prompt."""
+    texts = {prompt.prompt for prompt, _ in cut}
+    negatives = [negative for prompt in prompts if (negative := prompt.negative) is not None]
+    return {prompt.uid for prompt, _ in cut} | {text.uid for text in negatives if text.prompt in texts}
+
+
 class TextEncoding:
     """The text encoders of a model, loaded. Torch's threads on the CPU are set for the whole process.
 
@@ -89,6 +96,10 @@ class TextEncoding:
             raise DatasetError("embeddings.device is cuda, but torch finds no GPU here: set cpu, or run where one is")
         torch.set_num_threads(settings.threads)
         self.adapter, _ = adapter_of(model, settings.external_lib)
+        try:
+            self.adapter.check_text_length(settings.max_sequence_length, "max_sequence_length")
+        except ValueError as error:
+            raise DatasetError(str(error)) from error
         self.max_sequence_length = settings.max_sequence_length
         given = settings.negative_prompt
         self.negative_prompt = self.adapter.negative_prompt if given is None else given

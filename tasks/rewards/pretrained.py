@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 WEIGHTS = ("*.safetensors", "*.bin")
-COUNTS = ".num_batches_tracked"
-"""Of batch norms, which only training reads."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 USUAL_FORMATS = ("float32", "bfloat16", "float16")
 LONGEST_SOURCE = 1024
@@ -108,9 +106,7 @@ class PretrainedReward(Reward):
         """Every weight is the files': transformers draws what they lack, in each worker otherwise, and only warns."""
         from models.families.loading import lacking
 
-        missing = [
-            n for n in sorted(lacking(network, found)) if not n.startswith(self.unused) and not n.endswith(COUNTS)
-        ]
+        missing = [name for name in sorted(lacking(network, found)) if not name.startswith(self.unused)]
         if missing:
             unread = sorted(found["unexpected_keys"])
             besides = f"; they have {len(unread)} that it does not know, as {unread[0]}" if unread else ""

@@ -20,8 +20,6 @@ from tasks.run.live_text import open_live, text_side
 
 log = logging.getLogger(__name__)
 
-"""As `prompt_uid` makes them."""
-
 
 class RunData(NamedTuple):
     """What a run reads.

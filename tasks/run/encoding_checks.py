@@ -29,8 +29,8 @@ def check_embeddings(
         ConfigError: another model's text encoders made them, or with other settings; or a file is damaged.
     """
     folder = embeddings.folder
-    extras = DiffusionModelBase.get_class(model_config).prompt_extras
-    lacking = sorted(set(extras) - set(embeddings.extras))
+    adapter = DiffusionModelBase.get_class(model_config)
+    lacking = sorted(set(adapter.prompt_extras) - set(embeddings.extras))
     if lacking:
         raise ConfigError(
             f"{field} {folder} lacks {', '.join(lacking)}: encode the prompts with "
@@ -43,6 +43,7 @@ def check_embeddings(
             f"of actor_rollout_ref.model.path {config.actor_rollout_ref.model.path} takes {width}: encode the prompts "
             "with it"
         )
+    adapter.check_text_length(embeddings.max_sequence_length, f"max_sequence_length of {field} {folder}")
     wanted = config.actor_rollout_ref.rollout.pipeline.max_sequence_length
     if wanted not in (None, embeddings.max_sequence_length):
         raise ConfigError(

@@ -73,7 +73,8 @@ FAMILIES: dict[str, Family] = {
     "stable-diffusion-3": Family("Stable Diffusion 3", ("guidance_scale",)),
     "wan": Family("Wan", ("guidance_scale", "num_frames"), frames_of=4, trains_by="true_cfg_scale"),
     "z-image": Family("Z-Image", ("guidance_scale",)),
-    "flux.2-klein": Family("FLUX.2 klein", ("guidance_scale",)),
+    "flux.2": Family("FLUX.2", ("guidance_scale",)),
+    "flux2": Family("FLUX.2", ("guidance_scale",)),
     "flux": Family("FLUX.1", ("true_cfg_scale", "guidance_scale")),
 }
 """Part of the model folder's name -> its family."""

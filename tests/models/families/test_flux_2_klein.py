@@ -5,12 +5,31 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+from safetensors.torch import load_file, save_file
 
 from models.families.flux_2_klein import Flux2Klein
 from models.schedulers.shift import size_and_steps_shift
+from models.weights.fitting import check_network
 from tests.support.helpers import model_config
 from tests.support.tiny_models import save_flux_2_klein
+
+
+def test_a_vae_whose_file_has_no_count_of_batches_is_whole(tmp_path: Path) -> None:
+    """Nobody who does not train it reads that. Its mean and variance are another matter."""
+    save_flux_2_klein(tmp_path)
+    config, file = model_config(tmp_path), tmp_path / "vae" / "diffusion_pytorch_model.safetensors"
+    whole = load_file(file)
+    save_file({name: tensor for name, tensor in whole.items() if name != "bn.num_batches_tracked"}, file)
+    check_network(tmp_path, "vae", "model.path")
+    vae = Flux2Klein.load_vae(config)
+    assert torch.equal(vae.bn.running_var, whole["bn.running_var"])  # type: ignore[union-attr]
+    save_file({name: tensor for name, tensor in whole.items() if name != "bn.running_var"}, file)
+    with pytest.raises(ValueError, match=r"bn\.running_var is not there"):
+        check_network(tmp_path, "vae", "model.path")
+    with pytest.raises(ValueError, match=r"lacks 1 of the weights of AutoencoderKLFlux2, .* bn.running_var: fetch"):
+        Flux2Klein.load_vae(config)
 
 
 @pytest.mark.parametrize("tokens", [24, 1024, 4096, 4300, 4301, 8192])

@@ -562,7 +562,7 @@ def test_a_model_gets_the_sampling_settings_that_it_reads() -> None:
 
 def test_families_read_what_their_adapters_say() -> None:
     adapters = {"qwen-image": QwenImage, "stable-diffusion-3": StableDiffusion3, "wan": Wan}
-    adapters |= {"z-image": ZImage, "flux.2-klein": Flux2Klein, "flux": Flux}
+    adapters |= {"z-image": ZImage, "flux.2": Flux2Klein, "flux2": Flux2Klein, "flux": Flux}
     assert {name: family.reads for name, family in FAMILIES.items()} == {
         name: adapter.pipeline_fields for name, adapter in adapters.items()
     }

@@ -27,9 +27,10 @@ from tasks.config.trainer import RayConfig
 from tasks.config.tree import TrainConfig
 from tasks.data.embeddings import PromptEmbeddings, Row
 from tasks.data.live_embeddings import LiveEmbeddings
+from tasks.data.prompt_files import DatasetError
 from tasks.data.prompts import Prompt, load_prompts, prompt_uid
 from tasks.data.rewriting import get_rewriting, prompts_number, rewritten
-from tasks.data.text_encoding import EncodingSettings, adapter_of
+from tasks.data.text_encoding import EncodingSettings, TextEncoding, adapter_of
 from tasks.records.run_store import CheckpointError, RunState
 from tasks.run.kept_stages import KeptStages
 from tasks.run.live_text import encoding_settings
@@ -419,7 +420,7 @@ def test_a_folder_without_text_encoders_is_refused(here: Path, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("here")
-def test_more_tokens_than_the_pipeline_reads_are_refused() -> None:
+def test_more_tokens_than_the_pipeline_reads_are_refused(tmp_path: Path) -> None:
     """Qwen-Image's cuts at 1,024 whatever it is told, and says nothing."""
     longest = live().with_changes({"actor_rollout_ref": {"rollout": {"pipeline": {"max_sequence_length": 1024}}}})
     longer = live().with_changes({"actor_rollout_ref": {"rollout": {"pipeline": {"max_sequence_length": 1025}}}})
@@ -427,10 +428,21 @@ def test_more_tokens_than_the_pipeline_reads_are_refused() -> None:
     if adapter_of("model")[0].most_text_tokens is None:
         check_inputs(longer)
         return
-    with pytest.raises(
-        ConfigError, match=r"max_sequence_length is 1025, but QwenImagePipeline reads no more than 1024"
-    ):
+    said = r"max_sequence_length is 1025, but QwenImage's pipeline reads no more than 1024 tokens of a prompt"
+    with pytest.raises(ConfigError, match=rf"rollout.pipeline.{said}"):
         check_inputs(longer)
+    with pytest.raises(DatasetError, match=f"^{said}"):
+        TextEncoding("model", EncodingSettings("float32", "cpu", 1025))
+    stored = Path(shutil.copytree("embeddings", tmp_path / "embeddings"))
+    record = json.loads((stored / "index.json").read_text()) | {"max_sequence_length": 1025}
+    del record["index_sha256"]
+    (stored / "index.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match=f"max_sequence_length of data.embeddings {stored} is 1025, but QwenImage's"):
+        check_inputs(
+            live(embeddings=str(stored)).with_changes(
+                {"actor_rollout_ref": {"rollout": {"pipeline": {"max_sequence_length": None}}}}
+            )
+        )
 
 
 @pytest.mark.usefixtures("here")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -164,6 +165,17 @@ def test_each_text_that_is_cut_is_told_once() -> None:
     assert own is not None
     for texts in ([first], [first, second], [first, own], [first, replace(own, uid=NEGATIVE_UID)]):
         assert [found.prompt.prompt for found in encoding.check_lengths(texts, "cut")] == [OWN_NEGATIVE]
+
+
+@pytest.mark.usefixtures("here")
+def test_a_negative_prompt_with_the_text_of_a_prompt_is_listed_too(tmp_path: Path) -> None:
+    """It is stored under a uid of its own."""
+    table = pd.read_parquet("data/prompts.parquet")
+    table.loc[table["prompt"] == SHORT, "metadata"] = json.dumps({"negative_prompt": LONG})
+    table.to_parquet(tmp_path / "own.parquet", index=False)
+    said = prepare(*ENCODE, "--prompts", str(tmp_path / "own.parquet"), "--out", str(tmp_path / "embeddings"))
+    assert f"{SAID}: 4 (" in said
+    assert PromptEmbeddings.open(tmp_path / "embeddings").cut == CUT | {f"{NEGATIVE_UID}/{prompt_uid(LONG)}"}
 
 
 def test_the_stage_says_what_it_cut_and_the_index_names_it(made: tuple[Path, str], here: Path) -> None:
