@@ -44,6 +44,7 @@ FOUR_STEPS = [
 ]
 MATCHING = f"{ACTOR}.matching_loss_coef"
 HALF = "algorithm.best_worst_k=4"
+SAME_START = f"{ROLLOUT}.algo.init_same_noise=true"
 AWM = ["algorithm.name=awm", *ALGORITHMS["awm"]]
 ONE_STEP = [
     f"{ROLLOUT}.algo={{sde_type: sde, noise_level: 0.7, sde_window_size: 1, sde_window_range: [0, 4], "
@@ -66,6 +67,8 @@ SETTINGS: dict[str, tuple[str, list[str]]] = {
     "flow_grpo": ("flow-grpo", []),
     "flow_grpo, one step a prompt": ("flow-grpo", ONE_STEP),
     "flow_grpo, best and worst 4": ("flow-grpo", [HALF]),
+    "flow_grpo, same start": ("flow-grpo", [SAME_START]),
+    "flow_grpo, same start, best and worst 4": ("flow-grpo", [SAME_START, HALF]),
 }
 """Run -> recipe and what is changed of it. A run is compared with the one that has its name but for the last part."""
 

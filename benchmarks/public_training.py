@@ -32,9 +32,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from benchmarks.followed_runs import append_line
-from models.config.actor import EmaConfig
+from models.config.actor import EmaConfig, OptimConfig
 from models.families.stable_diffusion_3 import StableDiffusion3
 from models.schedulers.kernels import gaussian_log_prob, sde_step
+from models.training.schedules import build_lr_scheduler
 from models.training.shards import TrainedShards
 from models.training.weight_copies import WeightAverage
 from tasks.actors.reward_pool import call_spans
@@ -51,31 +52,27 @@ class LoopSettings:
     """What the public script and the recipe set differently.
 
     Attributes:
-        warmup: optimiser steps of linear warm-up.
+        optim: AdamW, and how its learning rate goes.
         kl: coefficient of mean (mu - mu_ref)^2 / (2 g^2).
         updates: optimiser steps an iteration.
         global_std: divide by the deviation of all rewards, not the group's.
         window: (first, end, size) of the steps that are random and trained; None is all but the last.
         ema: of the average that the held-out prompts are drawn with.
+        same_noise: a group's samples start from the same noise (`sample.same_latent` there).
     """
 
-    lr: float
-    betas: tuple[float, float]
-    weight_decay: float
-    warmup: int
+    optim: OptimConfig
     clip: float
     kl: float
     updates: int
     global_std: bool
     window: tuple[int, int, int] | None
     ema: EmaConfig
+    same_noise: bool = False
 
 
 PUBLISHED = LoopSettings(
-    lr=3e-4,
-    betas=(0.9, 0.999),
-    weight_decay=1e-4,
-    warmup=0,
+    optim=OptimConfig(lr=3e-4, betas=(0.9, 0.999), weight_decay=1e-4, lr_warmup_steps=0),
     clip=1e-4,
     kl=0.04,
     updates=2,
@@ -91,20 +88,18 @@ def settings_of(name: str, config: TrainConfig) -> LoopSettings:
     if name == "published":
         return PUBLISHED
     actor, algo = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.algo
-    optim = actor.optim
+    updates = config.data.train_batch_size // actor.ppo_mini_batch_size
     steps = config.actor_rollout_ref.rollout.pipeline.num_inference_steps
     lo, hi = algo.sde_window_range or (0, steps - 1)
     return LoopSettings(
-        optim.lr,
-        optim.betas,
-        optim.weight_decay,
-        optim.lr_warmup_steps,
+        actor.optim.spanning(config.trainer.total_training_steps * updates),
         actor.diffusion_loss.clip_ratio,
         actor.kl_loss_coef if actor.use_kl_loss else 0.0,
-        config.data.train_batch_size // actor.ppo_mini_batch_size,
+        updates,
         config.algorithm.global_std,
         (lo, hi, algo.sde_window_size or hi - lo),
         actor.ema,
+        algo.init_same_noise,
     )
 
 
@@ -190,12 +185,11 @@ class PublicTraining:
         self.model: Any = get_peft_model(pipeline.transformer, lora)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.average, self.optimizer_steps = WeightAverage(TrainedShards(self.model), settings.ema), 0
+        optim = settings.optim
         self.optimizer = torch.optim.AdamW(
-            self.parameters, settings.lr, settings.betas, weight_decay=settings.weight_decay
+            self.parameters, optim.lr, optim.betas, optim.eps, weight_decay=optim.weight_decay
         )
-        self.rate = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: min(1.0, (step + 1) / max(1, settings.warmup))
-        )
+        self.rate = build_lr_scheduler(self.optimizer, optim)
         self.steps = rollout.pipeline.num_inference_steps
         pipeline.scheduler.set_timesteps(self.steps, device=self.device)
         self.timesteps = pipeline.scheduler.timesteps.to(self.device)
@@ -246,8 +240,7 @@ class PublicTraining:
         """Samples, and their pictures, uint8 [B, height, width, 3]; log-probs are 0 where no noise is drawn."""
         self.model.eval()
         text, pooled = self._text(prompts)
-        size = (self.rollout.pipeline.height // 8, self.rollout.pipeline.width // 8)
-        x = torch.randn(len(prompts), self.pipeline.transformer.config.in_channels, *size, device=self.device)
+        x = self._noise_to_start_from(prompts, shared=self.settings.same_noise and len(window) > 0)
         path, log_probs = [x], []
         for step in range(self.steps):
             random = step in window
@@ -259,6 +252,14 @@ class PublicTraining:
         decoded = vae.decode(x / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False)[0]
         pictures = (decoded / 2 + 0.5).clamp(0, 1).mul(255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
         return Samples(text, pooled, torch.stack(path, 1), torch.stack(log_probs, 1)), pictures
+
+    def _noise_to_start_from(self, prompts: Sequence[Prompt], shared: bool) -> Tensor:
+        """[B, channels, height, width] of latents, of each sample its own or of each prompt."""
+        size = (self.rollout.pipeline.height // 8, self.rollout.pipeline.width // 8)
+        uids = sorted({prompt.uid for prompt in prompts}) if shared else []
+        count = len(uids) if shared else len(prompts)
+        drawn = torch.randn(count, self.pipeline.transformer.config.in_channels, *size, device=self.device)
+        return drawn[[uids.index(prompt.uid) for prompt in prompts]] if shared else drawn
 
     @property
     def noise(self) -> float:
@@ -294,7 +295,7 @@ class PublicTraining:
                 (loss / (together * len(window))).backward()
                 clipped.append(share)
             if number % together == 0:
-                torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+                torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.optim.clip_grad)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 self.rate.step()

@@ -77,6 +77,7 @@ def train_public(name: str, seed: int, given: argparse.Namespace) -> list[str]:
     command += ["--log", str(given.log[0]), "--until", str(given.until), "--limit", str(given.limit)]
     command += ["--began", str(began)] + (["--iterations", str(given.iterations)] if given.iterations else [])
     changes = [*changes_of("words-flow-grpo", given.set, given.test_freq), f"trainer.seed={seed}"]
+    changes.append(f"trainer.total_training_steps={given.iterations}" if given.iterations else LONG)
     with (folder / "log.txt").open("a") as log:
         command += [part for change in changes for part in ("--set", change)]
         code = subprocess.run(command, stderr=log).returncode

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public loop's held-out prompts are drawn with its moving average, and its training knows nothing of that."""
+"""The public loop: its held-out prompts are drawn with its moving average, of which its training knows nothing, its
+learning rate falls as the recipe's does, and a group starts from the same noise where it is to."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -14,13 +15,13 @@ import torch
 from torch import Tensor
 
 from benchmarks import public_training
-from benchmarks.public_training import PUBLISHED, PublicTraining
-from models.config.actor import EmaConfig
+from benchmarks.public_training import PUBLISHED, PublicTraining, settings_of
+from models.config.actor import EmaConfig, OptimConfig
 from tasks.config.recipes import load_recipe
 from tasks.config.tree import TrainConfig
 from tasks.data.prompts import COLUMNS, Prompt
 
-SETTINGS = replace(PUBLISHED, lr=0.05, updates=1, window=(0, 1, 1))
+SETTINGS = replace(PUBLISHED, optim=OptimConfig(lr=0.05), updates=1, window=(0, 1, 1))
 HELD_OUT = 3
 
 
@@ -112,3 +113,37 @@ def test_held_out_pictures_are_the_averages_where_there_is_one_and_training_goes
         never_measured.iterate()
     assert same(weights(never_measured), after)
     assert same(averaged(never_measured), after_mean)
+
+
+def test_the_rate_falls_over_the_runs_steps_as_the_flows_does(config: TrainConfig) -> None:
+    falling = {"lr": 0.1, "lr_scheduler_type": "cosine", "lr_warmup_steps": 1}
+    changed = config.with_changes(
+        {
+            "actor_rollout_ref": {"actor": {"optim": falling}},
+            "data": {"train_batch_size": 4},
+            "trainer": {"total_training_steps": 2},
+        }
+    )
+    loop = PublicTraining(changed, settings_of("recipe", changed))
+    rates = [loop.rate.get_last_lr()[0]]
+    for _ in range(2):
+        loop.iterate()
+        rates.append(loop.rate.get_last_lr()[0])
+    assert loop.optimizer_steps == 4
+    # From 0 over one step of warm-up to .1, then half a cosine over the three that are left.
+    np.testing.assert_allclose(rates, [0.0, 0.1 * (1 + np.cos(np.pi / 3)) / 2, 0.0], atol=1e-12)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_group_starts_from_the_same_noise_where_it_is_to_and_what_is_held_out_never_does(
+    config: TrainConfig, shared: bool
+) -> None:
+    loop = PublicTraining(config, replace(SETTINGS, same_noise=shared))
+    first, second = loop.prompts[:2]
+    rows = [first, second, first, second]
+    starts = loop.sample(rows, [0])[0].latents[:, 0]
+    assert torch.equal(starts[0], starts[2]) is shared
+    assert torch.equal(starts[1], starts[3]) is shared
+    assert not torch.equal(starts[0], starts[1])
+    held_out = loop.sample(rows, ())[0].latents[:, 0]
+    assert not torch.equal(held_out[0], held_out[2])

@@ -39,6 +39,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "sd3.5-medium": ("stable_diffusion_3", {"num_layers": 2, "dual_attention_layers": [0]}),
     "qwen-image": ("qwen_image", {"num_layers": 2}),
     "flux.1-dev": ("flux", {"num_layers": 2, "num_single_layers": 2}),
+    "flux.2-klein-base-4b": ("flux_2_klein", {"num_layers": 2, "num_single_layers": 2}),
 }
 """A published model -> its tiny family, and what makes it small enough to compile in a test."""
 LORA: dict[str, Any] = {"lora_rank": 16, "lora_alpha": 32}
@@ -58,6 +59,7 @@ CASES = [
     ("sd3.5-medium", FLOAT8, True, 1),
     ("sd3.5-medium", {}, True, 1),
     ("qwen-image", LORA, True, 1),
+    ("flux.2-klein-base-4b", LORA, True, 1),
     ("flux.1-dev", LORA, True, 1),
     ("flux.1-dev", {}, False, 1),
 ]
