@@ -79,7 +79,7 @@ def read_lines(logs: Iterable[Path]) -> list[Line]:
 
 @dataclass(frozen=True)
 class Job:
-    """One run: its name in the log, and the recipe and changes that make it."""
+    """One run: its name in the log, and the recipe, by name or as a YAML file, and changes that make it."""
 
     name: str
     seed: int
@@ -123,7 +123,8 @@ class FollowedRun:
         folder = self.job.folder.resolve()
         changes = [*self.job.changes, f"trainer.seed={self.job.seed}", "trainer.experiment_name=train"]
         changes.append(f"trainer.default_local_dir={folder}")
-        command = [sys.executable, "-m", "flows.train", self.job.recipe]
+        recipe = ["--config", self.job.recipe] if self.job.recipe.endswith(".yaml") else [self.job.recipe]
+        command = [sys.executable, "-m", "flows.train", *recipe]
         command += [part for change in changes for part in ("--set", change)]
         environment = os.environ | {"PREFECT_HOME": str(folder / "prefect"), "MLFLOW_TRACKING_URI": self.job.database}
         environment |= {"PREFECT_LOGGING_LEVEL": "WARNING", "OMP_WAIT_POLICY": "passive"}

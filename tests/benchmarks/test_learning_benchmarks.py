@@ -61,6 +61,7 @@ def test_what_is_said_to_need_fewer_pictures_is_a_run_beside_the_one_without_it(
             "matching .25": policy.actor.matching_loss_coef == 0.25,
             "best and worst 4": algorithm.best_worst_k == 4,
             "adaptive": policy.actor.diffusion_loss.awm_weighting == "adaptive",
+            "same start": policy.rollout.algo.init_same_noise,
             "one step a prompt": policy.rollout.algo.sde_window_per == "prompt"
             and policy.actor.diffusion_loss.temporal_gradient_rectification,
         }
