@@ -19,6 +19,7 @@ import argparse
 import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -154,7 +155,10 @@ def train_theirs(given: argparse.Namespace, folder: Path) -> list[str]:
     command += [*overrides(given, folder), *given.reference_set]
     began = time.time()
     with log.open("w") as out:
-        code = subprocess.run(command, cwd=given.checkout, stdout=out, stderr=out, timeout=given.limit).returncode
+        try:
+            code = subprocess.run(command, cwd=given.checkout, stdout=out, stderr=out, timeout=given.limit).returncode
+        except subprocess.TimeoutExpired:  # killed, and Ray's processes with their parent; what it printed is kept
+            code = -signal.SIGKILL
     for line in iterations_in(log.read_text(errors="replace").splitlines()):
         append_line(given.log, {"run": THEIRS, "seed": 0, **line})
     append_line(given.log, {"run": THEIRS, "seed": 0, "end": f"exit code {code}", "wall_s": time.time() - began})

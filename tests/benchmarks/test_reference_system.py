@@ -2,6 +2,7 @@
 """VeRL-Omni beside the train flow: what is read of its log, and that one list of overrides is both programs' run."""
 
 import argparse
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from benchmarks.reference_system import (
     overrides,
     recipe,
     table,
+    train_theirs,
     write_prompts,
 )
 from tasks.config.recipes import load_config
@@ -96,3 +98,20 @@ def test_both_have_the_same_prompts(tmp_path: Path) -> None:
     assert (
         len(load_prompts(tmp_path / "prompts.parquet", "test")) == len(pd.read_parquet(tmp_path / "test.parquet")) == 4
     )
+
+
+def test_what_it_printed_before_its_limit_is_kept(given: argparse.Namespace, tmp_path: Path) -> None:
+    slow = tmp_path / "slow.py"
+    slow.write_text(f"import time\nprint({PRINTED!r}, flush=True)\ntime.sleep(60)\n")
+    # `python slow.py -m verl_omni... overrides`: what follows the script's name is its arguments.
+    given.python, given.checkout, given.limit, given.log = (
+        f"{sys.executable} {slow}",
+        tmp_path,
+        3.0,
+        tmp_path / "log.jsonl",
+    )
+    given.reference_set = []
+    (failed,) = train_theirs(given, tmp_path)
+    assert failed.startswith("VeRL-Omni failed with exit code -9")
+    found = [json.loads(line) for line in given.log.read_text().splitlines()]
+    assert [line.get("step", line.get("end")) for line in found] == [8.0, "exit code -9"]
