@@ -66,6 +66,7 @@ def overrides(given: argparse.Namespace, folder: Path) -> list[str]:
         f"{MODEL}.lora_rank=32",
         f"{MODEL}.lora_alpha=64",
         f"{MODEL}.target_modules={json.dumps(TARGETS).replace(chr(34), chr(39))}",
+        f"{MODEL}.enable_gradient_checkpointing={not given.no_checkpointing}",
         f"{ACTOR}.diffusion_loss.clip_ratio=1e-5",
         f"{ACTOR}.optim.lr=1e-4",
         f"{ACTOR}.optim.weight_decay=0.0001",
@@ -121,6 +122,11 @@ def overrides(given: argparse.Namespace, folder: Path) -> list[str]:
     ]
 
 
+def named(program: str, given: argparse.Namespace) -> str:
+    """What a run is called."""
+    return f"{program}, {given.variant}" if given.variant else program
+
+
 def write_prompts(folder: Path, count: int) -> None:
     """Each program's own table of the same prompts; `count` of them are trained on."""
     import pandas as pd
@@ -160,8 +166,9 @@ def train_theirs(given: argparse.Namespace, folder: Path) -> list[str]:
         except subprocess.TimeoutExpired:  # killed, and Ray's processes with their parent; what it printed is kept
             code = -signal.SIGKILL
     for line in iterations_in(log.read_text(errors="replace").splitlines()):
-        append_line(given.log, {"run": THEIRS, "seed": 0, **line})
-    append_line(given.log, {"run": THEIRS, "seed": 0, "end": f"exit code {code}", "wall_s": time.time() - began})
+        append_line(given.log, {"run": named(THEIRS, given), "seed": 0, **line})
+    end = {"end": f"exit code {code}", "wall_s": time.time() - began}
+    append_line(given.log, {"run": named(THEIRS, given), "seed": 0, **end})
     return [f"{THEIRS} failed with exit code {code}, see {log}"] if code else []
 
 
@@ -204,7 +211,7 @@ def train_ours(given: argparse.Namespace, folder: Path) -> list[str]:
     """The train flow's run; what failed."""
     encode_prompts(given, folder)
     changes = [f"{ROLLOUT}.name={given.engine}", f"{ROLLOUT}.num_actors=1", *given.set]
-    name = given.name or OURS
+    name = named(OURS, given)
     job = Job(name, 0, str(recipe(given, folder)), changes, folder / name.replace(" ", "-").replace(",", ""))
     runs = folder / "followed.jsonl"
     runs.unlink(missing_ok=True)
@@ -218,7 +225,7 @@ def train_ours(given: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def table(lines: Sequence[Line], images: int) -> str:
-    """A row a run: medians of its iterations after the second."""
+    """A row a run: medians of its iterations after the second, beside VeRL-Omni's of the same variant where it ran."""
     runs: dict[str, list[Line]] = {}
     for line in lines:
         if line.get("iteration", 0) > COMPILING:
@@ -228,7 +235,8 @@ def table(lines: Sequence[Line], images: int) -> str:
     speeds: Mapping[str, float] = {run: images / median(line["step"] for line in of) for run, of in runs.items()}
     for run, of in runs.items():
         seconds = " | ".join(f"{median(line[stage] for line in of):.2f}" for stage in STAGES)
-        times = f"{speeds[run] / speeds[THEIRS]:.2f}" if THEIRS in speeds else ""
+        theirs = speeds.get(run.replace(OURS, THEIRS), speeds.get(THEIRS))
+        times = f"{speeds[run] / theirs:.2f}" if theirs else ""
         rows.append(f"| {run} | {len(of)} | {seconds} | {speeds[run]:.2f} | {times} |")
     return "\n".join(rows)
 
@@ -248,7 +256,8 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="of the train flow")
     parser.add_argument("--engine", choices=["diffusers", "vllm_omni"], default="diffusers", help="of the train flow")
-    parser.add_argument("--name", help="of the train flow's run")
+    parser.add_argument("--variant", help="what is said of both runs in the log and the table")
+    parser.add_argument("--no-checkpointing", action="store_true", help="keep the activations, in both")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="changed in the train flow")
     parser.add_argument("--reference-set", nargs="+", default=[], metavar="OVERRIDE", help="more for VeRL-Omni")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds of a run")

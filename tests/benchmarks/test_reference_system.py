@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from benchmarks.local_services import ROOT
 from benchmarks.reference_system import (
     iterations_in,
     overrides,
@@ -32,8 +33,10 @@ PRINTED = (
 @pytest.fixture
 def given(tmp_path: Path) -> argparse.Namespace:
     """The command's arguments, of a run of two iterations."""
-    sizes = {"prompts": 4, "n": 2, "size": 64, "micro_batch": 4, "iterations": 2, "device": "cpu"}
-    return argparse.Namespace(model=tmp_path / "model", **sizes)
+    sizes = {"prompts": 4, "n": 2, "size": 64, "micro_batch": 4, "iterations": 2}
+    return argparse.Namespace(
+        model=tmp_path / "model", device="cpu", variant=None, no_checkpointing=True, reference_set=[], **sizes
+    )
 
 
 def test_its_seconds_are_read_from_what_its_logger_prints() -> None:
@@ -51,15 +54,21 @@ def test_its_seconds_are_read_from_what_its_logger_prints() -> None:
 
 def test_the_table_leaves_out_what_compiles_and_has_the_ratio() -> None:
     stages = dict.fromkeys(("gen", "reward", "old_log_prob", "update_actor", "update_weights"), 1.0)
-    seconds = {"VeRL-Omni": [90.0, 80.0, 4.0, 8.0, 6.0], "Doubleflow": [50.0, 40.0, 2.0]}
+    seconds = {
+        "VeRL-Omni": [90.0, 80.0, 4.0, 8.0, 6.0],
+        "Doubleflow": [50.0, 40.0, 2.0],
+        "VeRL-Omni, larger": [9.0, 9.0, 4.0],
+        "Doubleflow, larger": [9.0, 9.0, 1.0],
+    }
     lines = [
         {"run": run, "iteration": at, "step": step, **stages}
         for run in seconds
         for at, step in enumerate(seconds[run], 1)
     ]
-    theirs, ours = table([*lines, {"run": "VeRL-Omni", "end": "exit code 0"}], 12).splitlines()[2:]
+    theirs, ours, _, larger = table([*lines, {"run": "VeRL-Omni", "end": "exit code 0"}], 12).splitlines()[2:]
     assert theirs == "| VeRL-Omni | 3 | 6.00 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 | 2.00 | 1.00 |"
     assert ours == "| Doubleflow | 1 | 2.00 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 | 6.00 | 3.00 |"
+    assert larger == "| Doubleflow, larger | 1 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 | 12.00 | 4.00 |"
 
 
 def test_the_same_overrides_are_a_recipe_of_the_same_work(given: argparse.Namespace, tmp_path: Path) -> None:
@@ -74,6 +83,7 @@ def test_the_same_overrides_are_a_recipe_of_the_same_work(given: argparse.Namesp
     assert (rollout.algo.sde_type, rollout.algo.sde_window_size, rollout.algo.sde_window_range) == ("cps", 3, (0, 5))
     assert (actor.optim.lr, actor.diffusion_loss.clip_ratio, actor.use_kl_loss) == (1e-4, 1e-5, False)
     assert (config.actor_rollout_ref.model.lora_rank, config.actor_rollout_ref.model.dtype) == (32, "bfloat16")
+    assert not actor.fsdp_config.gradient_checkpointing
     assert [entry.reward for entry in config.reward.functions.values()] == ["jpeg_compressibility"]
     assert (config.trainer.total_training_steps, config.trainer.n_gpus_per_node, config.trainer.device) == (2, 1, "cpu")
 
@@ -110,8 +120,17 @@ def test_what_it_printed_before_its_limit_is_kept(given: argparse.Namespace, tmp
         3.0,
         tmp_path / "log.jsonl",
     )
-    given.reference_set = []
     (failed,) = train_theirs(given, tmp_path)
     assert failed.startswith("VeRL-Omni failed with exit code -9")
     found = [json.loads(line) for line in given.log.read_text().splitlines()]
     assert [line.get("step", line.get("end")) for line in found] == [8.0, "exit code -9"]
+
+
+def test_the_page_has_the_table_of_its_log() -> None:
+    lines = [
+        json.loads(line) for line in (ROOT / "benchmarks/measured/reference_system_cpu.jsonl").read_text().splitlines()
+    ]
+    theirs, ours = (row.split(" | ")[2:-2] for row in table(lines, 16).splitlines()[2:])
+    page = (ROOT / "benchmarks/RESULTS.md").read_text()
+    assert f"| VeRL-Omni | {' | '.join(theirs)} | 3.2 |" in page
+    assert f"| Doubleflow, diffusers engine | {' | '.join(ours)} | 16.7 |" in page
