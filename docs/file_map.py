@@ -72,7 +72,7 @@ SAID = {
 """Path -> what is in a file that has no place for a comment, is data or another program's, or whose title is a name."""
 RECORDS = {
     "benchmarks/guard_runs": "What guards read of a run of `benchmarks/guards.py`: `{stem}`.",
-    "benchmarks/measured": "What runs on GPUs logged, from which pages have their tables: `{stem}`.",
+    "benchmarks/measured": "What runs logged, from which pages have their tables: `{stem}`.",
 }
 """Folder -> what is in each of its files that cannot say it."""
 
