@@ -10,20 +10,24 @@ JPEG's compressibility, so that no third program takes part. VeRL-Omni runs in i
 that starts a Python in which it and its vLLM-Omni are installed (`env PYTHONPATH=... python`). Then `flows.migrate`
 makes a recipe of the same overrides, and the train flow runs it, with the changes of `--set`. Both log their stages'
 seconds by the same names; a line of JSON an iteration in --log, and a table of medians over the iterations after the
-second, validation left out.
+second, validation left out. On a GPU the train flow compiles its blocks (`model.compile`), as the recipes for GPUs do;
+VeRL-Omni compiles its rollout's by default, and has no such field for its trainer.
 
 VeRL-Omni encodes the prompts' texts in every rollout; here a stage does it once, before the run, and is not counted.
 """
 
 import argparse
 import json
+import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +35,7 @@ from typing import Any
 import yaml
 
 from benchmarks.failures import refuse_failed
-from benchmarks.followed_runs import COMPILING, TIMES, VALIDATED, Job, append_line, follow, metrics_of
+from benchmarks.followed_runs import COMPILING, STEP, TIMES, VALIDATED, Job, append_line, follow, metrics_of, read_lines
 from benchmarks.local_services import ending_at_sigterm
 
 STAGES = ("step", "gen", "reward", "old_log_prob", "update_actor", "update_weights")
@@ -156,19 +160,25 @@ def draw_model(given: argparse.Namespace, folder: Path) -> None:
 
 def train_theirs(given: argparse.Namespace, folder: Path) -> list[str]:
     """VeRL-Omni's run, in its checkout; what failed."""
-    log = folder / "verl_omni.log"
+    log, name = folder / "verl_omni.log", named(THEIRS, given)
+    append_line(given.log, {"run": name, "seed": 0, "begin": given.prompts * given.n})
     command = [*shlex.split(given.python), "-m", "verl_omni.trainer.main_diffusion"]
     command += [*overrides(given, folder), *given.reference_set]
     began = time.time()
     with log.open("w") as out:
+        process = subprocess.Popen(command, cwd=given.checkout, stdout=out, stderr=out, start_new_session=True)
         try:
-            code = subprocess.run(command, cwd=given.checkout, stdout=out, stderr=out, timeout=given.limit).returncode
-        except subprocess.TimeoutExpired:  # killed, and Ray's processes with their parent; what it printed is kept
+            code = process.wait(given.limit)
+        except subprocess.TimeoutExpired:  # what it printed is kept
             code = -signal.SIGKILL
+        finally:
+            with suppress(ProcessLookupError):  # whatever it has left would keep memory and cores from the other run
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     for line in iterations_in(log.read_text(errors="replace").splitlines()):
-        append_line(given.log, {"run": named(THEIRS, given), "seed": 0, **line})
+        append_line(given.log, {"run": name, "seed": 0, **line})
     end = {"end": f"exit code {code}", "wall_s": time.time() - began}
-    append_line(given.log, {"run": named(THEIRS, given), "seed": 0, **end})
+    append_line(given.log, {"run": name, "seed": 0, **end})
     return [f"{THEIRS} failed with exit code {code}, see {log}"] if code else []
 
 
@@ -177,6 +187,8 @@ def iterations_in(log: Sequence[str]) -> Iterator[Line]:
     for text in log:
         if found := LINE.search(text):
             values = {name: float(value) for name, value in VALUE.findall(found[2])}
+            if STEP not in values:
+                continue
             yield {"iteration": int(found[1])} | {stage: values.get(TIMES + stage, 0.0) for stage in STAGES}
 
 
@@ -198,9 +210,8 @@ def recipe(given: argparse.Namespace, folder: Path) -> Path:
 
 
 def encode_prompts(given: argparse.Namespace, folder: Path) -> None:
-    """Ours are encoded once."""
-    if (folder / "embeddings").is_dir():
-        return
+    """Ours, once: of these prompts by this model."""
+    shutil.rmtree(folder / "embeddings", ignore_errors=True)
     command = [sys.executable, "-m", "flows.prepare", "embeddings", "--model", str(given.model)]
     command += ["--prompts", str(folder / "prompts.parquet"), "--out", str(folder / "embeddings")]
     command += ["--max-sequence-length", str(SEQUENCE), "--device", given.device]
@@ -210,8 +221,10 @@ def encode_prompts(given: argparse.Namespace, folder: Path) -> None:
 def train_ours(given: argparse.Namespace, folder: Path) -> list[str]:
     """The train flow's run; what failed."""
     encode_prompts(given, folder)
-    changes = [f"{ROLLOUT}.name={given.engine}", f"{ROLLOUT}.num_actors=1", *given.set]
     name = named(OURS, given)
+    compiled = f"{MODEL}.compile={str(given.device == 'cuda').lower()}"
+    changes = [f"{ROLLOUT}.name={given.engine}", f"{ROLLOUT}.num_actors=1", compiled, *given.set]
+    append_line(given.log, {"run": name, "seed": 0, "begin": given.prompts * given.n})
     job = Job(name, 0, str(recipe(given, folder)), changes, folder / name.replace(" ", "-").replace(",", ""))
     runs = folder / "followed.jsonl"
     runs.unlink(missing_ok=True)
@@ -221,21 +234,27 @@ def train_ours(given: argparse.Namespace, folder: Path) -> list[str]:
         seconds = {stage: metrics.get(TIMES + stage, {}).get(iteration, 0.0) for stage in STAGES}
         seconds["step"] -= metrics.get(VALIDATED, {}).get(iteration, 0.0)
         append_line(given.log, {"run": name, "seed": 0, "iteration": int(iteration), **seconds})
+    end = [line["end"] for line in read_lines([runs]) if "end" in line]
+    append_line(given.log, {"run": name, "seed": 0, "end": end[-1] if end else "not begun"})
     return failed
 
 
-def table(lines: Sequence[Line], images: int) -> str:
-    """A row a run: medians of its iterations after the second, beside VeRL-Omni's of the same variant where it ran."""
-    runs: dict[str, list[Line]] = {}
+def table(lines: Sequence[Line]) -> str:
+    """A row a run: medians of its iterations after the second, beside VeRL-Omni's of the same variant where it ran. Of
+    a run that was made again the last counts."""
+    runs, images = dict[str, list[Line]](), dict[str, int]()
     for line in lines:
-        if line.get("iteration", 0) > COMPILING:
+        if "begin" in line:
+            images[line["run"]] = line["begin"]
+            runs.pop(line["run"], None)
+        elif line.get("iteration", 0) > COMPILING:
             runs.setdefault(line["run"], []).append(line)
     rows = [f"| Run | Iterations | {' | '.join(STAGES)} | Pictures a second | of {THEIRS}'s |"]
     rows.append(f"|{'---|' * (len(STAGES) + 4)}")
-    speeds: Mapping[str, float] = {run: images / median(line["step"] for line in of) for run, of in runs.items()}
+    speeds: Mapping[str, float] = {run: images[run] / median(line["step"] for line in of) for run, of in runs.items()}
     for run, of in runs.items():
         seconds = " | ".join(f"{median(line[stage] for line in of):.2f}" for stage in STAGES)
-        theirs = speeds.get(run.replace(OURS, THEIRS), speeds.get(THEIRS))
+        theirs = speeds.get(run.replace(OURS, THEIRS))
         times = f"{speeds[run] / theirs:.2f}" if theirs else ""
         rows.append(f"| {run} | {len(of)} | {seconds} | {speeds[run]:.2f} | {times} |")
     return "\n".join(rows)
@@ -263,6 +282,10 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=900.0, help="seconds of a run")
     parser.add_argument("--log", type=Path, default=Path("runs/reference_system/results.jsonl"))
     given = parser.parse_args()
+    if given.prompts < 2 or given.prompts % 2:
+        parser.error(f"--prompts is {given.prompts}: two optimiser steps need an even number")
+    if not shlex.split(given.python):
+        parser.error("--python is empty: name the command of a Python that has VeRL-Omni")
     folder = given.log.parent.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     write_prompts(folder, given.prompts * given.iterations)
@@ -270,7 +293,7 @@ def main() -> None:
     failed = train_theirs(given, folder) if given.checkout else []
     failed += train_ours(given, folder)
     lines = [json.loads(line) for line in given.log.read_text().splitlines()]
-    print(table(lines, given.prompts * given.n))
+    print(table(lines))
     refuse_failed(failed)
 
 

@@ -387,6 +387,11 @@ def _async(path: str, value: Any, given: Given) -> Outcome:
     return Elsewhere(f"{value} is not offered: one_step_off_policy samples one iteration ahead on GPUs of its own")
 
 
+def _is_vllm_omni(given: Given) -> bool:
+    """Is the rollout vLLM-Omni's?"""
+    return given.get(f"{ROLLOUT}.name") == "vllm_omni"
+
+
 def _separate(given: Given) -> bool:
     """Does the rollout have GPUs of its own?"""
     return bool(given.get(f"{ROLLOUT}.nnodes"))
@@ -634,6 +639,7 @@ DEFAULTS: dict[str, Any] = {
     f"{ROLLOUT}.placement": lambda given: "separate" if _separate(given) else "colocated",
     f"{ROLLOUT}.num_actors": _rollout_workers,
     f"{ROLLOUT}.weight_transport": lambda given: "collective" if _separate(given) else "ipc",
+    f"{ROLLOUT}.vllm_omni.enforce_eager": lambda given: False if _is_vllm_omni(given) else None,
     f"{ACTOR}.ppo_mini_batch_size": MINI_BATCH,
     f"{ACTOR}.optim.lr": 1e-6,
     f"{ACTOR}.optim.weight_decay": 0.01,

@@ -60,6 +60,10 @@ CUDA_VISIBLE_DEVICES=0,1 python3 -m verl_omni.trainer.main_diffusion \
     trainer.total_training_steps=20 "$@"
 """
 
+ROLLOUT, ACTOR, MODEL = (f"actor_rollout_ref.{name}" for name in ("rollout", "actor", "model"))
+CORRECTION = "algorithm.rollout_correction"
+RUN = f"data.train_batch_size=256\n{ROLLOUT}.n=16\n"
+
 
 def made(script: str = SCRIPT) -> Translation:
     return translate(read_overrides(script))
@@ -256,7 +260,7 @@ def test_defaults_that_differ_come_along() -> None:
     }
     page = (Path(__file__).parents[3] / "docs/defaults.md").read_text()
     rows = re.findall(r"^\| `([\w.]+)` \| `[^`]*` \| `([^`]+)`", page, re.MULTILINE)
-    config = flat(made("actor_rollout_ref.actor.use_kl_loss=True").config)
+    config = flat(made(f"{ACTOR}.use_kl_loss=True\n{ROLLOUT}.name=vllm_omni").config)
     assert len(rows) > 15
     for path, theirs in rows:
         if path in meant_otherwise:
@@ -269,6 +273,18 @@ def test_defaults_that_differ_come_along() -> None:
         ), path
 
 
+@pytest.mark.parametrize(
+    ("given", "eager"),
+    [
+        (f"{ROLLOUT}.name=vllm_omni", False),
+        (f"{ROLLOUT}.name=vllm_omni\n{ROLLOUT}.enforce_eager=True", True),
+        (f"{ROLLOUT}.name=diffusers", None),
+    ],
+)
+def test_vllm_omni_compiles_as_it_does_there(given: str, eager: bool | None) -> None:
+    assert flat(made(f"{RUN}{given}").config).get(f"{ROLLOUT}.vllm_omni.enforce_eager") is eager
+
+
 def test_both_sides_compute_in_the_format_of_their_rollout() -> None:
     """bfloat16 where a script is silent; fp32 weights in the trainer's memory say nothing of it."""
     for given in ("", f"{ACTOR}.fsdp_config.model_dtype=fp32", f"{ACTOR}.fsdp_config.model_dtype=bfloat16"):
@@ -277,9 +293,6 @@ def test_both_sides_compute_in_the_format_of_their_rollout() -> None:
     assert flat(made(f"{RUN}{ROLLOUT}.dtype=float32").config)[f"{MODEL}.dtype"] == "float32"
 
 
-ROLLOUT, ACTOR, MODEL = (f"actor_rollout_ref.{name}" for name in ("rollout", "actor", "model"))
-CORRECTION = "algorithm.rollout_correction"
-RUN = f"data.train_batch_size=256\n{ROLLOUT}.n=16\n"
 ODD: tuple[Any, ...] = (
     None,
     "auto",
