@@ -120,13 +120,18 @@ class Running:
         return self.lane.limit is not None and self.seconds > self.lane.limit
 
     def stop(self) -> None:
-        """End it and all of its session: in order, and by force after a while."""
-        family = [process for process in psutil.process_iter() if session_of(process) == self.process.pid]
-        for sent in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, sent)
-            wait_until_ended(family, PATIENCE_S)  # a shell is gone at once, and the command it waits for is not
-        self.process.wait()
+        """End it and all of its session."""
+        end_session(self.process)
+
+
+def end_session(leader: subprocess.Popen[bytes]) -> None:
+    """End a process that leads a session, and all of the session: in order, and by force after a while."""
+    family = [process for process in psutil.process_iter() if session_of(process) == leader.pid]
+    for sent in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(leader.pid, sent)
+        wait_until_ended(family, PATIENCE_S)  # a shell is gone at once, and the command it waits for is not
+    leader.wait()
 
 
 def session_of(process: psutil.Process) -> int | None:

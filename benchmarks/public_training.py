@@ -256,10 +256,9 @@ class PublicTraining:
     def _noise_to_start_from(self, prompts: Sequence[Prompt], shared: bool) -> Tensor:
         """[B, channels, height, width] of latents, of each sample its own or of each prompt."""
         size = (self.rollout.pipeline.height // 8, self.rollout.pipeline.width // 8)
-        uids = sorted({prompt.uid for prompt in prompts}) if shared else []
-        count = len(uids) if shared else len(prompts)
-        drawn = torch.randn(count, self.pipeline.transformer.config.in_channels, *size, device=self.device)
-        return drawn[[uids.index(prompt.uid) for prompt in prompts]] if shared else drawn
+        starts, of = np.unique([p.uid for p in prompts] if shared else range(len(prompts)), return_inverse=True)
+        drawn = torch.randn(len(starts), self.pipeline.transformer.config.in_channels, *size, device=self.device)
+        return drawn[of]
 
     @property
     def noise(self) -> float:

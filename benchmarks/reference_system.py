@@ -18,7 +18,6 @@ VeRL-Omni encodes the prompts' texts in every rollout; here a stage does it once
 
 import argparse
 import json
-import os
 import re
 import shlex
 import shutil
@@ -26,17 +25,29 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-import yaml
+import pandas as pd
 
 from benchmarks.failures import refuse_failed
-from benchmarks.followed_runs import COMPILING, STEP, TIMES, VALIDATED, Job, append_line, follow, metrics_of, read_lines
+from benchmarks.followed_runs import (
+    COMPILING,
+    STEP,
+    TIMES,
+    VALIDATED,
+    Job,
+    Line,
+    append_line,
+    folder_of,
+    follow,
+    metrics_of,
+    read_lines,
+)
+from benchmarks.lanes import end_session
 from benchmarks.local_services import ending_at_sigterm
+from tasks.data.prompts import COLUMNS, prompt_uid
 
 STAGES = ("step", "gen", "reward", "old_log_prob", "update_actor", "update_weights")
 """Names in `timing_s/`, the same in both."""
@@ -48,7 +59,6 @@ SEQUENCE = 256
 MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("model", "actor", "rollout"))
 LINE = re.compile(r"step:(\d+) - (.*)")
 VALUE = re.compile(r"([\w/.]+):(?:np\.\w+\()?(-?[\d.]+(?:e[+-]?\d+)?)")
-Line = dict[str, Any]
 
 
 def overrides(given: argparse.Namespace, folder: Path) -> list[str]:
@@ -131,12 +141,13 @@ def named(program: str, given: argparse.Namespace) -> str:
     return f"{program}, {given.variant}" if given.variant else program
 
 
+def begin(name: str, given: argparse.Namespace) -> None:
+    """A run's line of the iteration before its first: with the pictures that each has; lines of an earlier run end."""
+    append_line(given.log, {"run": name, "seed": 0, "iteration": 0, "images": given.prompts * given.n})
+
+
 def write_prompts(folder: Path, count: int) -> None:
     """Each program's own table of the same prompts; `count` of them are trained on."""
-    import pandas as pd
-
-    from tasks.data.prompts import COLUMNS, prompt_uid
-
     texts = [f"A road sign that says {number}" for number in range(1000, 1000 + count + 4)]
     chats = [[{"role": "user", "content": text}] for text in texts]
     theirs = pd.DataFrame({"prompt": chats, "data_source": "jpeg_compressibility"})
@@ -161,7 +172,7 @@ def draw_model(given: argparse.Namespace, folder: Path) -> None:
 def train_theirs(given: argparse.Namespace, folder: Path) -> list[str]:
     """VeRL-Omni's run, in its checkout; what failed."""
     log, name = folder / "verl_omni.log", named(THEIRS, given)
-    append_line(given.log, {"run": name, "seed": 0, "begin": given.prompts * given.n})
+    begin(name, given)
     command = [*shlex.split(given.python), "-m", "verl_omni.trainer.main_diffusion"]
     command += [*overrides(given, folder), *given.reference_set]
     began = time.time()
@@ -172,9 +183,7 @@ def train_theirs(given: argparse.Namespace, folder: Path) -> list[str]:
         except subprocess.TimeoutExpired:  # what it printed is kept
             code = -signal.SIGKILL
         finally:
-            with suppress(ProcessLookupError):  # whatever it has left would keep memory and cores from the other run
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end_session(process)  # whatever it has left would keep memory and cores from the other run
     for line in iterations_in(log.read_text(errors="replace").splitlines()):
         append_line(given.log, {"run": name, "seed": 0, **line})
     end = {"end": f"exit code {code}", "wall_s": time.time() - began}
@@ -193,20 +202,26 @@ def iterations_in(log: Sequence[str]) -> Iterator[Line]:
 
 
 def recipe(given: argparse.Namespace, folder: Path) -> Path:
-    """The same overrides as a recipe, which the run checks."""
+    """The same overrides as a recipe."""
     script, file = folder / "overrides.sh", folder / "recipe.yaml"
     command = ["python3", "-m", "verl_omni.trainer.main_diffusion", *overrides(given, folder)]
     script.write_text(shlex.join(command) + "\n")
     subprocess.run(
         [sys.executable, "-m", "flows.migrate", str(script), "--out", str(file)], check=True, stdout=subprocess.PIPE
     )
-    config = yaml.safe_load(file.read_text())
-    config.setdefault("data", {}).update(
-        prompts=str(folder / "prompts.parquet"), embeddings=str(folder / "embeddings"), train_batch_size=given.prompts
-    )
-    config["trainer"]["device"] = given.device
-    file.write_text(yaml.safe_dump(config))
     return file
+
+
+def changes(given: argparse.Namespace, folder: Path) -> list[str]:
+    """What no override says: where the data are, the device and the engine there; and what the caller changes."""
+    return [
+        f"data.prompts={folder / 'prompts.parquet'}",
+        f"data.embeddings={folder / 'embeddings'}",
+        f"trainer.device={given.device}",
+        f"{ROLLOUT}.name={given.engine}",
+        f"{MODEL}.compile={str(given.device == 'cuda').lower()}",
+        *given.set,
+    ]
 
 
 def encode_prompts(given: argparse.Namespace, folder: Path) -> None:
@@ -222,15 +237,13 @@ def train_ours(given: argparse.Namespace, folder: Path) -> list[str]:
     """The train flow's run; what failed."""
     encode_prompts(given, folder)
     name = named(OURS, given)
-    compiled = f"{MODEL}.compile={str(given.device == 'cuda').lower()}"
-    changes = [f"{ROLLOUT}.name={given.engine}", f"{ROLLOUT}.num_actors=1", compiled, *given.set]
-    append_line(given.log, {"run": name, "seed": 0, "begin": given.prompts * given.n})
-    job = Job(name, 0, str(recipe(given, folder)), changes, folder / name.replace(" ", "-").replace(",", ""))
+    begin(name, given)
+    job = Job(name, 0, str(recipe(given, folder)), changes(given, folder), folder_of(folder, name, 0))
     runs = folder / "followed.jsonl"
     runs.unlink(missing_ok=True)
     failed = follow([job], runs, limit_each=given.limit)
     metrics = metrics_of(job)
-    for iteration in sorted(metrics.get(f"{TIMES}step", {})):
+    for iteration in sorted(metrics.get(STEP, {})):
         seconds = {stage: metrics.get(TIMES + stage, {}).get(iteration, 0.0) for stage in STAGES}
         seconds["step"] -= metrics.get(VALIDATED, {}).get(iteration, 0.0)
         append_line(given.log, {"run": name, "seed": 0, "iteration": int(iteration), **seconds})
@@ -240,18 +253,14 @@ def train_ours(given: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """A row a run: medians of its iterations after the second, beside VeRL-Omni's of the same variant where it ran. Of
-    a run that was made again the last counts."""
-    runs, images = dict[str, list[Line]](), dict[str, int]()
+    """A row a run: medians of its iterations after the second, beside VeRL-Omni's of the same variant where it ran."""
+    runs, images = dict[str, list[Line]](), {line["run"]: line["images"] for line in lines if "images" in line}
     for line in lines:
-        if "begin" in line:
-            images[line["run"]] = line["begin"]
-            runs.pop(line["run"], None)
-        elif line.get("iteration", 0) > COMPILING:
+        if line.get("iteration", 0) > COMPILING:
             runs.setdefault(line["run"], []).append(line)
     rows = [f"| Run | Iterations | {' | '.join(STAGES)} | Pictures a second | of {THEIRS}'s |"]
     rows.append(f"|{'---|' * (len(STAGES) + 4)}")
-    speeds: Mapping[str, float] = {run: images[run] / median(line["step"] for line in of) for run, of in runs.items()}
+    speeds = {run: images[run] / median(line["step"] for line in of) for run, of in runs.items()}
     for run, of in runs.items():
         seconds = " | ".join(f"{median(line[stage] for line in of):.2f}" for stage in STAGES)
         theirs = speeds.get(run.replace(OURS, THEIRS))
@@ -292,8 +301,7 @@ def main() -> None:
     draw_model(given, folder)
     failed = train_theirs(given, folder) if given.checkout else []
     failed += train_ours(given, folder)
-    lines = [json.loads(line) for line in given.log.read_text().splitlines()]
-    print(table(lines))
+    print(table(read_lines([given.log])))
     refuse_failed(failed)
 
 

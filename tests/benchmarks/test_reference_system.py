@@ -10,8 +10,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from benchmarks.followed_runs import append_line, read_lines
 from benchmarks.local_services import ROOT
 from benchmarks.reference_system import (
+    changes,
     iterations_in,
     overrides,
     recipe,
@@ -19,7 +21,7 @@ from benchmarks.reference_system import (
     train_theirs,
     write_prompts,
 )
-from tasks.config.recipes import load_config
+from tasks.config.recipes import load_config, parse_changes
 from tasks.data.prompts import load_prompts
 
 PRINTED = (
@@ -35,7 +37,14 @@ def given(tmp_path: Path) -> argparse.Namespace:
     """The command's arguments, of a run of two iterations."""
     sizes = {"prompts": 4, "n": 2, "size": 64, "micro_batch": 4, "iterations": 2}
     return argparse.Namespace(
-        model=tmp_path / "model", device="cpu", variant=None, no_checkpointing=True, reference_set=[], **sizes
+        model=tmp_path / "model",
+        device="cpu",
+        engine="diffusers",
+        variant=None,
+        no_checkpointing=True,
+        set=[],
+        reference_set=[],
+        **sizes,
     )
 
 
@@ -52,7 +61,7 @@ def test_its_seconds_are_read_from_what_its_logger_prints() -> None:
     }
 
 
-def test_the_table_leaves_out_what_compiles_and_has_the_ratio() -> None:
+def test_the_table_leaves_out_what_compiles_and_has_the_ratio(tmp_path: Path) -> None:
     stages = dict.fromkeys(("gen", "reward", "old_log_prob", "update_actor", "update_weights"), 1.0)
     seconds = {
         "VeRL-Omni": [90.0, 80.0, 4.0, 8.0, 6.0],
@@ -65,11 +74,13 @@ def test_the_table_leaves_out_what_compiles_and_has_the_ratio() -> None:
         for run in seconds
         for at, step in enumerate(seconds[run], 1)
     ]
-    again = [{"run": run, "begin": 12} for run in seconds]
+    again = [{"run": run, "iteration": 0, "images": 12} for run in seconds]
     made_before = [{"run": "VeRL-Omni", "iteration": 3, "step": 1000.0, **stages}]
-    theirs, ours, _, larger = table(
-        [*made_before, *again, *lines, {"run": "VeRL-Omni", "end": "exit code 0"}]
-    ).splitlines()[2:]
+    ended = {"run": "VeRL-Omni", "end": "exit code 0"}
+    log = tmp_path / "log.jsonl"
+    for line in [*made_before, *again, *lines, ended]:
+        append_line(log, {"seed": 0, **line})
+    theirs, ours, _, larger = table(read_lines([log])).splitlines()[2:]
     assert theirs == "| VeRL-Omni | 3 | 6.00 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 | 2.00 | 1.00 |"
     assert ours == "| Doubleflow | 1 | 2.00 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 | 6.00 | 3.00 |"
     assert larger == "| Doubleflow, larger | 1 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 | 12.00 | 4.00 |"
@@ -78,7 +89,7 @@ def test_the_table_leaves_out_what_compiles_and_has_the_ratio() -> None:
 
 
 def test_the_same_overrides_are_a_recipe_of_the_same_work(given: argparse.Namespace, tmp_path: Path) -> None:
-    config = load_config(recipe(given, tmp_path))
+    config = load_config(recipe(given, tmp_path)).with_changes(parse_changes(changes(given, tmp_path)))
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     assert (config.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size) == (4, 2, 2)
     assert (rollout.pipeline.height, rollout.pipeline.num_inference_steps, rollout.pipeline.guidance_scale) == (
@@ -129,13 +140,11 @@ def test_what_it_printed_before_its_limit_is_kept(given: argparse.Namespace, tmp
     (failed,) = train_theirs(given, tmp_path)
     assert failed.startswith("VeRL-Omni failed with exit code -9")
     found = [json.loads(line) for line in given.log.read_text().splitlines()]
-    assert [line.get("step", line.get("end", line.get("begin"))) for line in found] == [8, 8.0, "exit code -9"]
+    assert [line.get("step", line.get("end", line.get("images"))) for line in found] == [8, 8.0, "exit code -9"]
 
 
 def test_the_page_has_the_table_of_its_log() -> None:
-    lines = [
-        json.loads(line) for line in (ROOT / "benchmarks/measured/reference_system_cpu.jsonl").read_text().splitlines()
-    ]
+    lines = read_lines([ROOT / "benchmarks/measured/reference_system_cpu.jsonl"])
     theirs, ours = (row.split(" | ")[2:-2] for row in table(lines).splitlines()[2:])
     page = (ROOT / "benchmarks/RESULTS.md").read_text()
     assert f"| VeRL-Omni | {' | '.join(theirs)} | 3.2 |" in page
